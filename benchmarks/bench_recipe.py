@@ -109,7 +109,7 @@ def kill_all(process: subprocess.Popen) -> None:
     psutil.wait_procs(everyone, timeout=30)
 
 
-def complete_checkpoint(run: Path) -> int | None:
+def newest_complete_step(run: Path) -> int | None:
     """The step of the newest checkpoint under its final name, which it gets when all of it is on the disk."""
     steps = [
         int(match[1]) for path in run.glob("checkpoints/step-*") if (match := re.fullmatch(r"step-(\d+)", path.name))
@@ -117,18 +117,19 @@ def complete_checkpoint(run: Path) -> int | None:
     return max(steps, default=None)
 
 
-def run_until_killed(command: list[str], run: Path, log: Path, deadline: float) -> tuple[int, list[dict]]:
-    """Starts the run and kills it once a checkpoint is complete and steps followed; returns its step, and the lines so far.
+def run_and_kill(command: list[str], run: Path, log: Path, deadline: float) -> tuple[int, list[dict]]:
+    """Starts the run and kills it once a checkpoint is complete and `STEPS_AFTER` steps followed; returns the checkpoint's step and
+    the lines of the log so far.
 
     Raises:
-        RecipeFailed: it ended by itself, or none of this came in time.
+        RecipeFailed: it ended by itself, or the steps did not come in time.
     """
     from patchgen.runtime.train import run_log
 
     process = start(command, log)
     try:
         while time.monotonic() < deadline:
-            saved, lines = complete_checkpoint(run), run_log.read(run)
+            saved, lines = newest_complete_step(run), run_log.read(run)
             if saved is not None and lines and lines[-1]["step"] >= saved + STEPS_AFTER:
                 kill_all(process)
                 return saved, run_log.read(run)
@@ -183,7 +184,10 @@ def compare(before: list[dict], after: list[dict], saved: int) -> dict:
     comparison: dict = {"checkpoint of step": saved, "steps of both": common_steps, "last step": max(second)}
     for key in ("loss", "grad_norm"):
         apart = [abs(second[step][key] - first[step][key]) / abs(first[step][key]) for step in common_steps]
-        comparison |= {f"{key}: first step after": apart[0], f"{key}: largest": max(apart)}
+        comparison |= {
+            f"{key}: relative difference of the first step after": apart[0],
+            f"{key}: largest relative difference": max(apart),
+        }
     return comparison
 
 
@@ -210,7 +214,7 @@ def bench(arguments: argparse.Namespace) -> None:
     out = Path(os.environ.get("OUT") or arguments.folder)
     run, log, began = arguments.folder / "run", out / "recipe.log", time.monotonic()
     deadline, figures = began + arguments.budget, Figures(out / "recipe.json")
-    saved, before = run_until_killed(command_of(arguments), run, log, deadline)
+    saved, before = run_and_kill(command_of(arguments), run, log, deadline)
     figures.add({"first run, s": round(time.monotonic() - began, 1)})
     resumed = time.monotonic()
     run_to_end([*command_of(arguments), "--set", "checkpoint.every=0"], log, deadline)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from bench_recipe import end_of, kill_all, start
-from bench_train import CASE, COLUMNS, LAYOUTS, THEIRS, compare, write
+from bench_train import CASE_COLUMNS, COLUMNS, LAYOUTS, TRANSFORMERS, compare, write
 from case_rows import CaseRows
 
 HERE = Path(__file__).parent
@@ -32,12 +32,12 @@ KERNELS = ["rms_norm=auto", "rotary=compiled"]
 
 
 @dataclass(frozen=True)
-class Part:
-    """Cases of one `bench_train.py`: each layout at each length; ours recomputes layers above `keeps_up_to` tokens."""
+class CaseGrid:
+    """Cases of one `bench_train.py`: each layout at each length; ours recomputes layers above `recompute_above` tokens."""
 
     layouts: tuple[str, ...]
     tokens: tuple[int, ...]
-    keeps_up_to: int
+    recompute_above: int
     options: tuple[str, ...] = field(default=())
 
     def remaining(self, rows: list[dict]) -> set[tuple[str, str, int]]:
@@ -49,90 +49,93 @@ class Part:
 
     def mode(self, name: str, tokens: int) -> str:
         """The activation checkpointing that `bench_train.py` chooses; transformers recomputes above the shortest length."""
-        return "full" if tokens > (min(self.tokens) if name == THEIRS else self.keeps_up_to) else "none"
+        return "full" if tokens > (min(self.tokens) if name == TRANSFORMERS else self.recompute_above) else "none"
 
-    def command(self, gpus: int, rows: Path, budget: float) -> list[str]:
+    def command(self, gpus: int, rows_file: Path, budget: float) -> list[str]:
         """`bench_train.py` under torchrun."""
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-        command += [str(HERE / "bench_train.py"), "--rows", str(rows), "--budget", f"{budget:.0f}"]
+        command += [str(HERE / "bench_train.py"), "--rows", str(rows_file), "--budget", f"{budget:.0f}"]
         command += ["--layouts", *self.layouts, "--tokens", *map(str, self.tokens)]
-        command += ["--checkpoint-above", str(min(self.tokens)), "--our-checkpoint-above", str(self.keeps_up_to)]
+        command += ["--checkpoint-above", str(min(self.tokens)), "--our-checkpoint-above", str(self.recompute_above)]
         return command + list(self.options)
 
 
-def parts_of(gpus: int, tokens: tuple[int, ...], options: tuple[str, ...]) -> tuple[Part, Part]:
+def grids_of(gpus: int, tokens: tuple[int, ...], options: tuple[str, ...]) -> tuple[CaseGrid, CaseGrid]:
     """The table, and what may follow it: layouts with SP, and exchanges by collectives."""
     full, half = f"EP{gpus}", f"EP{gpus // 2}"
     replayed = ("FSDP, graph", f"{half}, peer memory, graph", f"{full}, peer memory, graph")
-    table = (*replayed, THEIRS, "FSDP", f"{half}, peer memory", f"{full}, peer memory")
+    table = (*replayed, TRANSFORMERS, "FSDP", f"{half}, peer memory", f"{full}, peer memory")
     more = (f"{full} x SP2, peer memory", "SP2", f"{half} x SP2, peer memory", full, "FSDP, collectives")
     median_tokens = sorted(tokens)[len(tokens) // 2]
     first, second = (
-        Part(tuple(name for name in names if name in LAYOUTS), tokens, median_tokens, options)
+        CaseGrid(tuple(name for name in names if name in LAYOUTS), tokens, median_tokens, options)
         for names in (table, more)
     )
     return first, second
 
 
-def recomputed(part: Part, rows: list[dict]) -> Part | None:
+def grid_with_recomputing(grid: CaseGrid, rows: list[dict]) -> CaseGrid | None:
     """The first two layouts, with recomputing, at the lengths at which one of them has no result without."""
     completed_cases = {
         (row_layout(row), row["tokens/GPU"]) for row in rows if row["ckpt"] == "none" and "loss 1" in row
     }
-    two_layouts = replace(part, layouts=part.layouts[:2])
+    two_layouts = replace(grid, layouts=grid.layouts[:2])
     cases = {(name, tokens) for name, mode, tokens in two_layouts.all_cases() if mode == "none"}
     missing = {tokens for _, tokens in cases - completed_cases}
-    return replace(two_layouts, tokens=tuple(sorted(missing)), keeps_up_to=0) if missing else None
+    return replace(two_layouts, tokens=tuple(sorted(missing)), recompute_above=0) if missing else None
 
 
 def row_layout(row: dict) -> str:
     """The name of the layout as `bench_train.py` takes it."""
-    return THEIRS if row["who"] == THEIRS else row["layout"]
+    return TRANSFORMERS if row["who"] == TRANSFORMERS else row["layout"]
 
 
 # --------------------------------------------------------------------------------------------- measuring
 
 
-def measure(part: Part, gpus: int, rows: Path, log: Path, deadline: float, silence: float) -> None:
-    """Starts processes until every case of the part was started, the time is up, or one starts none."""
-    while (before := part.remaining(last_rows(rows))) and time.monotonic() < deadline - 30:
-        how = run_watched(part.command(gpus, rows, deadline - 20 - time.monotonic()), rows, log, deadline, silence)
-        after = part.remaining(last_rows(rows))
-        print(f"bench_train: {len(before) - len(after)} cases, {how}", flush=True)
+def measure(grid: CaseGrid, gpus: int, rows_file: Path, log: Path, deadline: float, max_silence: float) -> None:
+    """Starts processes until every case of the grid was started, the time is up, or one starts none."""
+    while (before := grid.remaining(last_rows(rows_file))) and time.monotonic() < deadline - 30:
+        how = run_watched(
+            grid.command(gpus, rows_file, deadline - 20 - time.monotonic()), rows_file, log, deadline, max_silence
+        )
+        after = grid.remaining(last_rows(rows_file))
+        print(f"bench_train: started {len(before) - len(after)} cases; {how}", flush=True)
         if after == before:
             print(end_of(log), flush=True)
             return
 
 
-def run_watched(command: list[str], rows: Path, log: Path, deadline: float, silence: float) -> str:
-    """Runs it to its end, the deadline, or until `rows` has not grown for `silence` seconds; returns which."""
+def run_watched(command: list[str], rows_file: Path, log: Path, deadline: float, max_silence: float) -> str:
+    """Runs a command to its end, the deadline, or until `rows_file` has not grown for `max_silence` seconds; returns which."""
     process = start(command, log)
     size, heard = -1, time.monotonic()
     try:
         while process.poll() is None:
             now = time.monotonic()
-            if rows.exists() and rows.stat().st_size != size:
-                size, heard = rows.stat().st_size, now
+            if rows_file.exists() and rows_file.stat().st_size != size:
+                size, heard = rows_file.stat().st_size, now
             if now > deadline:
                 return "ended by the deadline"
-            if now - heard > silence:
-                return f"ended after {silence:.0f} s of silence"
+            if now - heard > max_silence:
+                return f"ended after {max_silence:.0f} s of silence"
             time.sleep(0.2)
-        return f"ended with {process.returncode}"
+        return f"exit status {process.returncode}"
     finally:
         kill_all(process)
 
 
-def layout_of_recipe(rows: list[dict], gpus: int) -> list[str]:
-    """What the recipe adds: experts over all GPUs and shards through peer memory, as far as both came through."""
+def recipe_settings(rows: list[dict], gpus: int) -> list[str]:
+    """The settings that the recipe gets: experts over all GPUs and shards through peer memory, as far as the cases with these have
+    results."""
     measured = {row_layout(row) for row in rows if "loss 1" in row}
     settings = [f"parallel.ep={gpus if f'EP{gpus}, peer memory' in measured else 1}"]
     return settings if "FSDP" in measured else [*settings, "parallel.shard_exchange=collectives"]
 
 
 def run_recipe(arguments: argparse.Namespace, out: Path, settings: list[str], budget: float) -> None:
-    """`bench_recipe.py`, whose figures are printed as they come."""
-    more = [part for setting in settings for part in ("--set", setting)]
+    """Runs `bench_recipe.py`, whose figures are printed as they come."""
+    more = [word for setting in settings for word in ("--set", setting)]
     command = recipe_command(arguments, "--budget", f"{budget:.0f}", *more)
     print(f"the recipe with {', '.join(settings)}", flush=True)
     process = subprocess.Popen(command, env=os.environ | {"OUT": str(out)})
@@ -180,7 +183,7 @@ def agreement(rows: list[dict]) -> str:
 
 def last_rows(path: Path) -> list[dict]:
     """The last row of each case, by length."""
-    return sorted(CaseRows(CASE, result="s/step", path=path, writes=False), key=lambda row: row["tokens/GPU"])
+    return sorted(CaseRows(CASE_COLUMNS, result="s/step", path=path, writes=False), key=lambda row: row["tokens/GPU"])
 
 
 def main() -> int:
@@ -205,12 +208,12 @@ def main() -> int:
     began = time.monotonic()
     out = Path(os.environ.get("OUT") or arguments.folder)
     out.mkdir(parents=True, exist_ok=True)
-    rows, log = out / "rows.jsonl", out / "bench_train.log"
+    rows_file, log = out / "rows.jsonl", out / "bench_train.log"
     options = ["--steps", str(arguments.steps), "--warm-up", str(arguments.warm_up)] + (
         ["--layers", str(arguments.layers)] if arguments.layers else []
     )
     options += ["--tiny", "--device", "cpu"] if arguments.tiny else ["--kernels", *KERNELS]
-    first, more = parts_of(arguments.gpus, tuple(arguments.tokens), tuple(options))
+    first, more = grids_of(arguments.gpus, tuple(arguments.tokens), tuple(options))
     end = began + arguments.budget
     print(
         f"{arguments.gpus} of {torch.cuda.device_count()} GPUs, {arguments.budget:.0f} s: the table, the recipe, more",
@@ -221,21 +224,23 @@ def main() -> int:
         ["nice", *recipe_command(arguments, "--prepare")]
     )  # on the CPU, beside the first cases
     try:
-        measure(first, arguments.gpus, rows, log, end - arguments.recipe_seconds, arguments.silence)
-        if (again := recomputed(first, last_rows(rows))) is not None:
-            measure(again, arguments.gpus, rows, log, end - arguments.recipe_seconds, arguments.silence)
+        measure(first, arguments.gpus, rows_file, log, end - arguments.recipe_seconds, arguments.silence)
+        if (with_recomputing := grid_with_recomputing(first, last_rows(rows_file))) is not None:
+            measure(
+                with_recomputing, arguments.gpus, rows_file, log, end - arguments.recipe_seconds, arguments.silence
+            )
         prepared.wait(timeout=30)
     except subprocess.TimeoutExpired:
         print("What the recipe needs was not prepared in time.", flush=True)
     finally:
         kill_all(prepared)
-    report(last_rows(rows), arguments.gpus)
+    report(last_rows(rows_file), arguments.gpus)
     print(f"after {time.monotonic() - began:.0f} s", flush=True)
-    settings = layout_of_recipe(last_rows(rows), arguments.gpus)
+    settings = recipe_settings(last_rows(rows_file), arguments.gpus)
     run_recipe(arguments, out, settings, end - time.monotonic())
     print(f"after {time.monotonic() - began:.0f} s", flush=True)
-    measure(more, arguments.gpus, rows, log, end, arguments.silence)
-    latest_rows = last_rows(rows)
+    measure(more, arguments.gpus, rows_file, log, end, arguments.silence)
+    latest_rows = last_rows(rows_file)
     report(latest_rows, arguments.gpus)
     write(latest_rows, arguments.gpus)
     print(f"{time.monotonic() - began:.0f} s in all", flush=True)

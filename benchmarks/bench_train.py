@@ -42,7 +42,7 @@ from packed_rows import packed_row
 from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from train_cases import CASE, LAYOUTS, THEIRS, TITAN, WHO, compare, describe, has_mode
+from train_cases import CASE_COLUMNS, LAYOUTS, TITAN, TRANSFORMERS, WHO, compare, describe, has_mode
 from train_steps import our_step, replayed_step, their_step
 
 from patchgen.runtime import attention, registry, seams
@@ -146,14 +146,14 @@ def model_of(name: str, setting: Setting, state: ParallelState, mode: str, longe
     if WHO.get(name) == TITAN:
         sizes = setting.sizes, LAYOUTS[name].get("ep", 1)
         return peer_torchtitan.Peer(*sizes, tokens=longest, mode=mode, device=setting.device)
-    return theirs(setting, mode) if name == THEIRS else ours(setting, state, mode, **options)
+    return theirs(setting, mode) if name == TRANSFORMERS else ours(setting, state, mode, **options)
 
 
 def optimizer_of(name: str, model: Model, setting: Setting) -> torch.optim.Optimizer:
     """AdamW: of torch, fused, for transformers; of a training run for ours."""
     if isinstance(model, peer_torchtitan.Peer):
         return model.optimizer()
-    if name == THEIRS:
+    if name == TRANSFORMERS:
         return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=setting.device == "cuda")
     return optimizers.adamw_for(next(model.parameters()))(sharding.optimizer_groups(model), lr=1e-5)
 
@@ -196,7 +196,7 @@ def inputs_of(
 def step_of(name: str, model: Model) -> Callable:
     if isinstance(model, peer_torchtitan.Peer):
         return model.step
-    return their_step if name == THEIRS else our_step
+    return their_step if name == TRANSFORMERS else our_step
 
 
 def measure(name: str, model: Model, optimizer, tokens: int, state: ParallelState, setting: Setting) -> dict:
@@ -271,7 +271,7 @@ def profile(name: str, model: Model, optimizer, tokens: int, state: ParallelStat
 
 def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list[dict]:
     rank, world, layers = dist.get_rank(), dist.get_world_size(), setting.sizes["num_hidden_layers"]
-    rows = CaseRows(CASE, result="s/step", path=arguments.rows, writes=rank == 0)
+    rows = CaseRows(CASE_COLUMNS, result="s/step", path=arguments.rows, writes=rank == 0)
     dist.barrier()  # all have read the file before one writes it
     for name in arguments.layouts:
         sizes = dict(LAYOUTS[name])
@@ -281,7 +281,7 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
         if world % sizes.get("sp", 1) or world % sizes.get("ep", 1):
             continue
         state = ParallelState.create(ParallelConfig.for_world(world, **sizes), setting.device, **options)
-        above = arguments.checkpoint_above if name == THEIRS else arguments.our_checkpoint_above
+        above = arguments.checkpoint_above if name == TRANSFORMERS else arguments.our_checkpoint_above
         for mode in arguments.peer_checkpoint if WHO.get(name) == TITAN else ("none", "full"):
             cases = [describe(layers, name, mode, tokens) for tokens in arguments.tokens]
             pending = [case for case in cases if case not in rows and has_mode(case, above, rows)]
@@ -358,7 +358,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="small sizes, for the CPU")
     parser.add_argument("--layers", type=int, help="instead of as many as fit")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 32768])
-    parser.add_argument("--layouts", nargs="+", default=["FSDP", THEIRS, "EP4", "EP2", "SP2"], choices=list(LAYOUTS))
+    parser.add_argument(
+        "--layouts", nargs="+", default=["FSDP", TRANSFORMERS, "EP4", "EP2", "SP2"], choices=list(LAYOUTS)
+    )
     parser.add_argument("--checkpoint-above", type=int, default=4096)
     parser.add_argument("--our-checkpoint-above", type=int, help="default: the same")
     parser.add_argument(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-STARTED = "did not end"  # the result of a case until it has one
+UNFINISHED = "did not end"  # the result of a case until it has one
 
 
 class CaseRows:
@@ -15,7 +15,7 @@ class CaseRows:
 
     Args:
         columns: those that identify the case of a row.
-        result: the column that is `STARTED` until the case has ended.
+        result: the column that is `UNFINISHED` until the case has ended.
         path: a file of JSON lines, a row each, read at the start and appended to. None: rows are lost with the process.
         writes: whether this process writes the file; one of several ranks does.
     """
@@ -38,7 +38,7 @@ class CaseRows:
 
     def start(self, row: Mapping[str, Any]) -> None:
         """Records that a case has started, so that it is not started again."""
-        self.add({**row, self.result: STARTED})
+        self.add({**row, self.result: UNFINISHED})
 
     def add(self, row: dict[str, Any]) -> None:
         """Replaces the row of a case."""

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from case_failures import OUT_OF_MEMORY
-from case_rows import STARTED
+from case_rows import UNFINISHED
 
-CASE = ("layers", "who", "layout", "ckpt", "tokens/GPU")  # the columns that identify a case
-THEIRS = "transformers"
+CASE_COLUMNS = ("layers", "who", "layout", "ckpt", "tokens/GPU")  # the columns that identify a case
+TRANSFORMERS = "transformers"
 TITAN = "torchtitan"
-WHO = {THEIRS: THEIRS, TITAN: TITAN, "torchtitan, EP2": TITAN, "torchtitan, EP4": TITAN}  # those that are not ours
+WHO = {
+    TRANSFORMERS: TRANSFORMERS,
+    TITAN: TITAN,
+    "torchtitan, EP2": TITAN,
+    "torchtitan, EP4": TITAN,
+}  # those that are not ours
 LAYOUTS: dict[str, dict] = {
     "FSDP": {},
     "FSDP, kept gathered": {"reshard_after_forward": False},
     "FSDP, collectives": {"shard_exchange": "collectives"},
     "FSDP, graph": {"cuda_graph": True},
-    THEIRS: {},
+    TRANSFORMERS: {},
     TITAN: {},
     "torchtitan, EP2": {"ep": 2},
     "torchtitan, EP4": {"ep": 4},
@@ -46,8 +51,8 @@ def has_mode(case: Mapping, above: int, rows: Iterable[Mapping]) -> bool:
     """Whether a case is measured with its checkpointing: by its tokens, or, for torchtitan, if faster modes do not fit."""
     if case["who"] != TITAN:
         return (case["tokens/GPU"] > above) == (case["ckpt"] == "full")
-    same = [row for row in rows if all(row[name] == case[name] for name in CASE if name != "ckpt")]
-    return all(row["s/step"] in (OUT_OF_MEMORY, STARTED) for row in same)
+    same = [row for row in rows if all(row[name] == case[name] for name in CASE_COLUMNS if name != "ckpt")]
+    return all(row["s/step"] in (OUT_OF_MEMORY, UNFINISHED) for row in same)
 
 
 def compare(rows: list[dict]) -> list[str]:

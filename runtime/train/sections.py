@@ -9,12 +9,12 @@ from pydantic.dataclasses import dataclass
 
 STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
+FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
 
@@ -33,9 +33,9 @@ class ModelConfig:
         weights: "auto": those in `source` if there are any, else random; "random"; or a folder with weights.
         allow_missing: patterns of parameters that the weights may lack (new heads); they keep their random values.
         dtype: what parameters and optimizer state are stored in.
-        attention: a name of runtime/attention.py, or one for each config in the model's ({"": NAME, vision_config: NAME}); null
-            chooses, for each kind of layer, the fastest that runs here and supports what it needs: sinks, soft caps, windows, its
-            head size.
+        attention: a name of runtime/attention.py, or one for each config in the model's ({"": NAME, vision_config: NAME}, where
+            "" is the config itself); null chooses, for each kind of layer, the fastest that runs here and supports what it
+            needs: sinks, soft caps, windows, its head size.
         separate_documents: compute each packed document in its own row, padded on the right, or on the left with "left": for models
             that take no document bounds; null: if the proof of the model shows that it is needed.
         freeze: patterns of parameter names (`model.visual.*`) that are not trained.
@@ -63,50 +63,54 @@ class ParallelSection:
         sp: ranks that share a sequence (Ulysses).
         ep: ranks that share the experts.
         head_groups: groups of attention heads exchanged one after the other under sp, overlapped with computation.
-        expert_capacity: null, or the rows that a rank may send to another in an expert exchange, which then needs no host sync.
+        expert_capacity: null, or the most rows that a rank sends to each other rank in an expert exchange, which then needs no
+            host sync; rows beyond it are dropped and counted.
         expert_exchange: how tokens reach their experts; auto: "peer_memory" between up to four GPUs of one host, else "all_to_all".
         param_dtype: the dtype that layers compute in; null: bfloat16 on GPUs, as stored on CPUs.
         reduce_dtype: the dtype that gradients are summed in.
-        exchange_gradients: sum gradients locally after an all-to-all, not by reduce-scatter; null: on GPUs of one host, if it
-            saves bytes.
+        exchange_gradients: send gradients in the dtype in which they are computed, by an all-to-all, and sum them on arrival,
+            instead of a reduce-scatter in `reduce_dtype`; null: on GPUs of one host, if it saves bytes.
         shard_exchange: how shards are gathered and gradients summed; auto: "peer_memory" between up to four GPUs of one host, else
             "collectives".
         reshard_after_forward: free a layer's gathered parameters after its forward.
         prefetch: number of layers gathered ahead of the running one.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         compile_layers: torch.compile each layer.
-        activation_checkpointing: what a layer saves for the backward.
+        activation_checkpointing: what a layer keeps for the backward. none: all activations; full: its input, the layer is computed
+            again; selective: matrix products, attention and what is exchanged, the cheap rest is computed again; offload: all, in
+            host memory.
         stall_timeout: seconds without progress after which a rank reports where it waits and exits.
     """
 
-    dp_replicate: Count = 1
-    sp: Count = 1
-    ep: Count = 1
-    head_groups: Count = 1
-    expert_capacity: Count | None = None
+    dp_replicate: PositiveInt = 1
+    sp: PositiveInt = 1
+    ep: PositiveInt = 1
+    head_groups: PositiveInt = 1
+    expert_capacity: PositiveInt | None = None
     expert_exchange: Literal["auto", "all_to_all", "peer_memory"] = "auto"
     param_dtype: DtypeName | None = None
     reduce_dtype: DtypeName = "float32"
     exchange_gradients: bool | None = None
     shard_exchange: Literal["auto", "collectives", "peer_memory"] = "auto"
     reshard_after_forward: bool = True
-    prefetch: CountOrZero = 1
+    prefetch: NonNegativeInt = 1
     cpu_offload: bool = False
     compile_layers: bool = False
     activation_checkpointing: Literal["none", "full", "selective", "offload"] = "none"
-    stall_timeout: Positive = 600.0
+    stall_timeout: PositiveFloat = 600.0
 
 
 @dataclass(frozen=True, config=STRICT)
 class KernelsConfig:
-    """Which implementation serves each seam. Naming one other than eager for a seam that no module calls is an error.
+    """Which implementation serves each seam: eager, which is upstream's code, or one of those below. Naming one other than eager
+    for a seam that no module calls is an error.
 
     Attributes:
-        fused_moe: null: "auto" where the model has experts.
-        causal_lm_loss: null: "auto" where the model has the seam.
-        rms_norm: null: upstream's code.
-        rotary: null: upstream's code.
-        swiglu: null: upstream's code.
+        fused_moe: auto, torch, triton or sonic; null: auto where the model has experts.
+        causal_lm_loss: auto, linear or chunked; null: auto where the model has the seam.
+        rms_norm: auto, compiled or quack; null: eager.
+        rotary: compiled; null: eager.
+        swiglu: compiled; null: eager.
     """
 
     fused_moe: str | None = None
@@ -117,7 +121,7 @@ class KernelsConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class GroupConfig:
+class ParameterGroupConfig:
     """Parameters with their own settings; the first group that matches a name applies.
 
     Attributes:
@@ -127,8 +131,8 @@ class GroupConfig:
     """
 
     pattern: str
-    lr: Positive | None = None
-    weight_decay: NonNegative | None = None
+    lr: PositiveFloat | None = None
+    weight_decay: NonNegativeFloat | None = None
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -143,7 +147,7 @@ class OptimConfig:
         weight_decay: decoupled weight decay, on parameters of two or more dimensions.
         decay_vectors: weight decay also on biases and norms.
         momentum: of Muon.
-        muon_lr: peak learning rate of Muon's parameters; null: `lr`, with updates scaled to AdamW's size.
+        muon_lr: peak learning rate of Muon's parameters, whose updates are scaled to AdamW's size; null: `lr`.
         groups: parameters with their own settings; the first group that matches applies.
         schedule: after the warmup: constant; linear or cosine down to `min_lr_ratio`; or warmup-stable-decay, linear
             over the last `decay_steps`.
@@ -156,21 +160,21 @@ class OptimConfig:
     """
 
     name: Literal["adamw", "muon"] = "adamw"
-    lr: Positive = 1e-5
-    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
-    eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.1
+    lr: PositiveFloat = 1e-5
+    betas: tuple[FractionBelowOne, FractionBelowOne] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
     decay_vectors: bool = False
-    momentum: BelowOne = 0.95
-    muon_lr: Positive | None = None
-    groups: tuple[GroupConfig, ...] = ()
+    momentum: FractionBelowOne = 0.95
+    muon_lr: PositiveFloat | None = None
+    groups: tuple[ParameterGroupConfig, ...] = ()
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    warmup_steps: CountOrZero = 0
-    decay_steps: CountOrZero = 0
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: NonNegativeInt = 0
     min_lr_ratio: Fraction = 0.1
-    max_grad_norm: Positive = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     on_nonfinite: Literal["skip", "stop"] = "skip"
-    max_skipped: Count = 20
+    max_skipped: PositiveInt = 20
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -179,9 +183,10 @@ class TrainConfig:
 
     Attributes:
         steps: optimizer steps; the run ends earlier if the data do.
-        batches_per_step: packed batches of one step over all ranks; each batch group accumulates its share of them.
+        batches_per_step: packed batches of one step over all ranks; each batch group (the ranks that read the same batches)
+            accumulates its share of them.
             The same number gives the same losses on any number of ranks, unless samples are read as a stream.
-        router_loss: the tokens that expert loads are counted over, if the model adds a router loss
+        router_loss: the tokens over which expert loads are counted, if the model adds a router loss
             (`model.overrides: {output_router_logits: true}`): those of each packed row, or of the full step ("global"),
             which lets experts specialise and cannot be combined with accumulation. Padding is not counted.
         seed: of random weights and of random numbers in a step.
@@ -194,22 +199,22 @@ class TrainConfig:
         eval_every: steps between evaluations; there is one at the end of a run that was not stopped. 0: only that one.
         eval_batches: maximum number of packed batches of an evaluation, over all ranks.
         profile_start: first step of the profiler's window, counted from where the run starts or resumes.
-        profile_steps: its length; 0: no profile. Traces go to `profile/` of the run.
+        profile_steps: number of steps in the profiler's window; 0: no profile. Traces go to `profile/` of the run.
         restarts: how often failed ranks are restarted from the last checkpoint.
     """
 
-    steps: Count = 1000
-    batches_per_step: Count = 1
+    steps: PositiveInt = 1000
+    batches_per_step: PositiveInt = 1
     router_loss: Literal["row", "global"] = "row"
-    seed: CountOrZero = 0
+    seed: NonNegativeInt = 0
     deterministic: bool = False
-    first_loss_limit: Positive | None = None
+    first_loss_limit: PositiveFloat | None = None
     cuda_graph: bool = False
-    eval_every: CountOrZero = 0
-    eval_batches: Count = 8
-    profile_start: Count = 10
-    profile_steps: CountOrZero = 0
-    restarts: CountOrZero = 0
+    eval_every: NonNegativeInt = 0
+    eval_batches: PositiveInt = 8
+    profile_start: PositiveInt = 10
+    profile_steps: NonNegativeInt = 0
+    restarts: NonNegativeInt = 0
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -224,8 +229,8 @@ class CheckpointConfig:
         export: write the trained model in upstream's layout to `export/` at the end.
     """
 
-    every: CountOrZero = 0
-    keep: Count = 3
+    every: NonNegativeInt = 0
+    keep: PositiveInt = 3
     asynchronous: bool = True
     on_failed: Literal["stop", "continue"] = "stop"
     export: bool = True
@@ -236,7 +241,8 @@ class LogConfig:
     """What is recorded.
 
     Attributes:
-        directory: of the run; null: `runs/NAME`, by the recipe's name. A run found there is resumed.
+        directory: the run's folder, with log, checkpoints and export; null: `runs/NAME`, by the recipe's name. A run found there is
+            resumed.
         every: steps between lines on the terminal; the JSONL log has every step.
         trackers: services to log to as well; each needs its package.
         project: of wandb and trackio.
@@ -245,10 +251,10 @@ class LogConfig:
     """
 
     directory: str | None = None
-    every: Count = 1
+    every: PositiveInt = 1
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     project: str = "patchgen"
-    peak_tflops: Positive | None = None
+    peak_tflops: PositiveFloat | None = None
     expert_load: bool = True
 
 
@@ -262,22 +268,23 @@ class LoraConfig:
         rslora: scale by `alpha / sqrt(rank)` instead (rank-stabilised LoRA).
         dropout: dropout of the adapter's input.
         target_modules: names or endings of linear layers, a regular expression of full names (a string instead of a list), or
-            "all-linear". A tower (`visual`, `audio_tower`) is adapted if a target names it or matches nothing else.
+            "all-linear". Modules of a tower (`visual`, `audio_tower`) are adapted only by a target that names the tower, or
+            that matches nothing outside of towers.
         exclude_modules: names or endings, or a regular expression, of modules that get no adapter.
         layers_to_transform: indices of the layers to adapt; null: all.
         layers_pattern: names of the layer lists that these indices refer to; null: any.
-        target_parameters: names or endings of stacked experts' parameters (`mlp.experts.gate_up_proj`): in any layout, sharded
-            like the experts. Any other parameter: on one rank only.
+        target_parameters: names or endings of stacked experts' parameters (`mlp.experts.gate_up_proj`), which train on any
+            number of ranks, sharded like the experts; or of any other parameters, which train on one rank only.
         merge: at the end of the run also merge the adapters into the weights and write the model to `export/`.
     """
 
-    rank: Count = 16
-    alpha: Positive = 32.0
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0
     rslora: bool = False
-    dropout: BelowOne = 0.0
+    dropout: FractionBelowOne = 0.0
     target_modules: str | tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     exclude_modules: str | tuple[str, ...] | None = None
-    layers_to_transform: tuple[CountOrZero, ...] | None = None
+    layers_to_transform: tuple[NonNegativeInt, ...] | None = None
     layers_pattern: tuple[str, ...] | None = None
     target_parameters: tuple[str, ...] = ()
     merge: bool = False

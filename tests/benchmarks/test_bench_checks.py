@@ -20,7 +20,7 @@ ROW |= {"tokens/s/GPU": 64.0, "loss 1": 5.0, "norm 1": 1.0}
 
 
 def test_a_gradient_or_norm_that_is_not_a_number_does_not_pass():
-    theirs = ROW | {"who": train_cases.THEIRS}
+    theirs = ROW | {"who": train_cases.TRANSFORMERS}
     assert train_cases.compare([dict(ROW), dict(theirs)]) == []
     (problem,) = train_cases.compare([ROW | {"norm 1": NAN}, dict(theirs)])
     assert "norm 1 nan" in problem
@@ -35,7 +35,7 @@ def test_a_gradient_of_the_omni_model_that_is_not_a_number_does_not_pass():
 
 def test_agreement_names_the_peers_that_ran():
     assert bench_scaling.agreement([ROW]) == "no peer's first step to compare with"
-    rows = [ROW, ROW | {"who": train_cases.TITAN}, {"who": train_cases.THEIRS, "s/step": "out of memory"}]
+    rows = [ROW, ROW | {"who": train_cases.TITAN}, {"who": train_cases.TRANSFORMERS, "s/step": "out of memory"}]
     assert bench_scaling.agreement(rows) == "first steps agree with those of torchtitan"
 
 

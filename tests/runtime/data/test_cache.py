@@ -255,5 +255,5 @@ def test_a_loader_needs_a_tokenizer_and_its_place_among_the_ranks(tmp_path):
     tokenizer = make_corpus(tmp_path)[1]
     with pytest.raises(DataError, match="needs a tokenizer"):
         build_loader(DataConfig(), batch_index=0, num_batches=1)
-    with pytest.raises(ValueError, match="batch_index must be one of 0 to 1, not 2"):
+    with pytest.raises(ValueError, match="batch_index must be from 0 to 1, not 2"):
         build_loader(DataConfig(), tokenizer=tokenizer, batch_index=2, num_batches=2)

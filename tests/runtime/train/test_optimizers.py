@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 from patchgen.runtime import registry
 from patchgen.runtime.train import optimizers
 from patchgen.runtime.train.recipe import OptimConfig, RecipeError
-from patchgen.runtime.train.sections import GroupConfig
+from patchgen.runtime.train.sections import ParameterGroupConfig
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def names_in(model, group) -> set[str]:
 
 def test_the_first_group_that_matches_counts_and_vectors_do_not_decay(model):
     groups = (
-        GroupConfig(pattern="*.mlp.experts.*", lr=1e-4),
-        GroupConfig(pattern="model.layers.*", weight_decay=0.5),
+        ParameterGroupConfig(pattern="*.mlp.experts.*", lr=1e-4),
+        ParameterGroupConfig(pattern="model.layers.*", weight_decay=0.5),
     )
     found = optimizers.build(model, OptimConfig(lr=1e-3, weight_decay=0.1, groups=groups)).param_groups
     settings = {name: (group["lr"], group["weight_decay"]) for group in found for name in names_in(model, group)}
@@ -49,11 +49,11 @@ def test_the_first_group_that_matches_counts_and_vectors_do_not_decay(model):
 
 def test_patterns_that_match_or_change_nothing_are_refused(model):
     with pytest.raises(RecipeError, match="'model.visual.\\*' matches no trainable parameter. There are"):
-        optimizers.build(model, OptimConfig(groups=(GroupConfig(pattern="model.visual.*"),)))
-    everything = GroupConfig(pattern="*", lr=1e-4)
+        optimizers.build(model, OptimConfig(groups=(ParameterGroupConfig(pattern="model.visual.*"),)))
+    everything = ParameterGroupConfig(pattern="*", lr=1e-4)
     with pytest.raises(RecipeError, match="earlier groups have all 2 parameters that '\\*experts\\*' matches"):
-        optimizers.build(model, OptimConfig(groups=(everything, GroupConfig(pattern="*experts*", lr=1e-5))))
-    norms = GroupConfig(pattern="*norm.weight", weight_decay=0.5)
+        optimizers.build(model, OptimConfig(groups=(everything, ParameterGroupConfig(pattern="*experts*", lr=1e-5))))
+    norms = ParameterGroupConfig(pattern="*norm.weight", weight_decay=0.5)
     with pytest.raises(RecipeError, match="has weight_decay = 0.5, and its parameters are biases or norms"):
         optimizers.build(model, OptimConfig(groups=(norms,)))
     optimizers.build(model, OptimConfig(groups=(norms,), decay_vectors=True))
