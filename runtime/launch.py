@@ -94,8 +94,8 @@ def launch(
         run_lock.require_free(recipe.directory)
     if not fresh:
         resume_changes.require_resumable(recipe)
-    recipe = preflight.require_trainable(recipe)
-    checks.require_runnable(recipe, world=processes * min_nodes)
+    recipe = preflight.decide_trainable(recipe)
+    checks.build_runnable(recipe, world=processes * min_nodes)
     if fresh:
         move_away(recipe.directory)
     if processes == 1 and max_nodes == 1 and recipe.train.restarts == 0:
@@ -210,8 +210,8 @@ def _check_on_rank_0(recipe: Recipe) -> tuple[dict[str, Any] | None, str]:
 
     try:
         run_lock.require_free(recipe.directory)
-        recipe = preflight.require_trainable(recipe)
-        checks.require_runnable(recipe, world=int(os.environ["WORLD_SIZE"]))
+        recipe = preflight.decide_trainable(recipe)
+        checks.build_runnable(recipe, world=int(os.environ["WORLD_SIZE"]))
         return to_dict(recipe), ""
     except (RecipeError, DataError, CheckpointError) as error:
         return None, str(error)

@@ -11,27 +11,29 @@ from rich.console import Console
 from patchgen.errors import PatchgenError
 
 console = Console(highlight=False)
-STYLES = {"+": "green", "-": "red", "@": "cyan"}
+DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
-def print_diff(lines: Iterable[str], indent: str = "", to: Console = console) -> None:
-    """Prints the lines of a unified diff in colour."""
+def print_diff(lines: Iterable[str], indent: str = "", target: Console = console) -> None:
+    """Prints the lines of a unified diff in colour, each after `indent`."""
     for line in lines:
-        to.print(indent + line, style=STYLES.get(line[:1]), markup=False, soft_wrap=True)
+        target.print(indent + line, style=DIFF_STYLES.get(line[:1]), markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Generator[None, None, None]:
-    """Reports an output that cannot be written as a user's mistake, with its path."""
+def refusing_unwritable(path: Path) -> Generator[None, None, None]:
+    """Turns an `OSError` while an output is written into a refusal with its path.
+
+    Raises:
+        PatchgenError: the output cannot be written.
+    """
     try:
         yield
     except OSError as error:
-        raise PatchgenError(
-            f"{path} cannot be written: {error}. To fix: name another place for the output."
-        ) from error
+        raise PatchgenError(f"{path} cannot be written: {error}. To fix: name another place with --output.") from error
 
 
 def display_path(path: Path) -> str:
-    """The path relative to the working directory, if it is inside, with links resolved."""
+    """The path with links resolved: relative to the working directory if it is inside, else absolute."""
     resolved = path.resolve()
     return str(resolved.relative_to(Path.cwd())) if resolved.is_relative_to(Path.cwd()) else str(resolved)

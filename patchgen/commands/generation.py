@@ -18,7 +18,7 @@ from rich.table import Table
 from patchgen import emit, pipeline, project_code, provenance, upstream
 from patchgen.anatomy.census import summary
 from patchgen.commands import project_examples, sweeping
-from patchgen.commands.console import console, display_path, print_diff, writing
+from patchgen.commands.console import console, display_path, print_diff, refusing_unwritable
 from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
 from patchgen.pipeline import Generated
 from patchgen.runtime.registry import installed_directory
@@ -115,7 +115,7 @@ def _generate(
         provenance.require_writable(model, folder, force=force, reviewed=reviewed)
     if dry_run:
         return models[0], []
-    with writing(root):
+    with refusing_unwritable(root):
         changed = [
             path
             for model, folder in zip(models, folders, strict=True)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from patchgen import upstream
-from patchgen.commands.console import console, writing
+from patchgen.commands.console import console, refusing_unwritable
 from patchgen.errors import ConfigError
 from patchgen.mutation import rounds, table
 
@@ -30,7 +30,7 @@ def mutate(
     summary = table.summarise(rows)
     console.print(_table(summary))
     if output is not None:
-        with writing(output):
+        with refusing_unwritable(output):
             output.parent.mkdir(parents=True, exist_ok=True)
             table.write(summary, output)
         console.print(f"written: {output}", soft_wrap=True)

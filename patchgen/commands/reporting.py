@@ -8,7 +8,7 @@ from rich.progress import track
 
 from patchgen import provenance
 from patchgen import upgrade as comparing
-from patchgen.commands.console import console, display_path, writing
+from patchgen.commands.console import console, display_path, refusing_unwritable
 from patchgen.commands.generation import refuse_unknown
 from patchgen.errors import PatchgenError, UpstreamNotFound
 from patchgen.report import index, model, upgrade
@@ -26,14 +26,14 @@ def report(models: list[str], output: Path | None) -> None:
     """
     names = _named_or_all(models)
     folder = output or FOLDER
-    with writing(folder):
+    with refusing_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
     pages = _pages(names, raises=bool(models))
     files = {folder / f"{name}.html": text for name, (text, _) in pages.items() if text}
     if not models:
         rows = [index.row(name, folder, refusal) for name, (_, refusal) in pages.items()]
         files[folder / "index.html"] = index.page(rows)
-    with writing(folder):
+    with refusing_unwritable(folder):
         provenance.write_whole(files)
     for path in files:
         console.print(f"  wrote {display_path(path)}")
@@ -47,12 +47,12 @@ def report_upgrade(models: list[str], to: str | None, output: Path | None) -> No
     """
     names = _named_or_all(models)
     folder = output or FOLDER
-    with writing(folder):
+    with refusing_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
     comparison = comparing.compare(names, to or releases.installed())
     files = {folder / f"upgrade_{one.model}.html": upgrade.page(one) for one in comparison.models}
     files[folder / "upgrade.html"] = upgrade.index(comparison)
-    with writing(folder):
+    with refusing_unwritable(folder):
         provenance.write_whole(files)
     for path in files:
         console.print(f"  wrote {display_path(path)}")
@@ -70,7 +70,9 @@ def _named_or_all(models: list[str]) -> list[str]:
 def _pages(names: list[str], *, raises: bool) -> dict[str, tuple[str, str]]:
     """Model -> its page, and the reason why it has none; one of them is empty."""
     found: dict[str, tuple[str, str]] = {}
-    for name in track(names, "writing", console=console, disable=not console.is_terminal or len(names) == 1):
+    for name in track(
+        names, "refusing_unwritable", console=console, disable=not console.is_terminal or len(names) == 1
+    ):
         try:
             found[name] = (model.page(name), "")
         except PatchgenError as error:

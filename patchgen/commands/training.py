@@ -1,4 +1,4 @@
-"""train: reads the recipe, then prints it or starts its ranks."""
+"""train: reads the recipe, then prints it, its plan or a start script, or starts its ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from patchgen.errors import ConfigError, PatchgenError
 from patchgen.templates import render
 
 SCRIPTS = ("slurm", "ssh")
+SSH_PORT = 29_500  # of the rendezvous, on the first machine
 
 
 def train(
-    path: Path,
-    assignments: list[str],
+    recipe_path: Path,
+    settings: list[str],
     *,
     processes: int,
     nodes: str,
@@ -26,7 +27,12 @@ def train(
     print_config: bool,
     script: str | None,
 ) -> int:
-    """Trains a recipe, or only prints its config, its plan or a start script; 0 on success."""
+    """Trains a recipe, or only prints its config, its plan or a start script; returns an exit status: 0, or that of `launch`.
+
+    Args:
+        settings: `KEY=VALUE`, as given to `--set`.
+        script: the kind of start script to print, one of `SCRIPTS`.
+    """
     if script is not None and fresh:
         raise ConfigError(
             "--fresh is not for --script: its machines would race to move the earlier run aside, and a requeued job would "
@@ -37,12 +43,12 @@ def train(
     except ModuleNotFoundError as error:
         raise ConfigError(f"Training needs the package {error.name}: `pip install 'patchgen[train]'`.") from error
     try:
-        recipe = recipes.load(path, recipes.parse_overrides(assignments))
+        recipe = recipes.load(recipe_path, recipes.parse_overrides(settings))
         if print_config:
             print(recipes.to_yaml(recipe), end="")
             return 0
         if script is not None:
-            print(start_script(script, path, recipe.name, assignments, processes, nodes), end="")
+            print(start_script(script, recipe_path, recipe.name, settings, processes, nodes), end="")
             return 0
         from patchgen.runtime import launch
         from patchgen.runtime.checkpoint import CheckpointError
@@ -55,8 +61,8 @@ def train(
             if dry_run:
                 world = int(os.environ.get("WORLD_SIZE", processes * launch.parse_nodes(nodes)[0]))
                 run_plan.require_valid(recipe, world)
-                recipe = preflight.require_trainable(recipe)
-                print(run_plan.describe(recipe, checks.require_runnable(recipe, world), world))
+                recipe = preflight.decide_trainable(recipe)
+                print(run_plan.describe(recipe, checks.build_runnable(recipe, world), world))
                 if verbose:
                     print(f"\n{recipes.to_yaml(recipe)}", end="")
                 return 0
@@ -67,18 +73,25 @@ def train(
         raise ConfigError(str(error)) from error
 
 
-def start_script(kind: str, path: Path, name: str, assignments: list[str], processes: int, nodes: str) -> str:
+def start_script(kind: str, recipe_path: Path, job_name: str, settings: list[str], processes: int, nodes: str) -> str:
     """A script that starts the recipe on several machines: for Slurm, or with plain SSH."""
     if kind not in SCRIPTS:
         raise ConfigError(f"--script must be one of {', '.join(SCRIPTS)}, not '{kind}'.")
     from patchgen.runtime import launch
 
-    count, most = launch.parse_nodes(nodes)
-    if count != most:
+    min_nodes, max_nodes = launch.parse_nodes(nodes)
+    if min_nodes != max_nodes:
         raise ConfigError(f"--script needs a fixed number of machines (--nnodes), not '{nodes}'.")
-    command = ["patchgen", "train", str(path), "--nproc", str(processes), "--nnodes", str(count)]
-    start = shlex.join([*command, *(word for assignment in assignments for word in ("--set", assignment))])
-    if kind == "ssh":  # the template puts it within double quotes
-        start = re.sub(r'(["$`\\])', r"\\\1", start)
-    name = re.sub(r"[^\w.-]+", "_", name)
-    return render(f"{kind}.jinja", start=start, name=name, processes=processes, nodes=count, port=29_500)
+    command = ["patchgen", "train", str(recipe_path), "--nproc", str(processes), "--nnodes", str(min_nodes)]
+    command_line = shlex.join([*command, *(word for setting in settings for word in ("--set", setting))])
+    if kind == "ssh":  # the template puts the line within double quotes
+        command_line = re.sub(r'(["$`\\])', r"\\\1", command_line)
+    job_name = re.sub(r"[^\w.-]+", "_", job_name)
+    return render(
+        f"{kind}.jinja",
+        command_line=command_line,
+        job_name=job_name,
+        processes=processes,
+        nodes=min_nodes,
+        port=SSH_PORT,
+    )

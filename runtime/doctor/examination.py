@@ -53,7 +53,7 @@ class Proof(Check):
     name = "proof"
 
     def run(self, patient: Patient) -> Finding:
-        patient.recipe, patient.proof_has_run = preflight.require_trainable(patient.recipe), True
+        patient.recipe, patient.proof_has_run = preflight.decide_trainable(patient.recipe), True
         rows = ", each document in a row of its own" if patient.recipe.model.separate_documents else ""
         attention = patient.recipe.model.attention
         return passed(f"A small form of the model trains as upstream's, with attention '{attention}'{rows}.")

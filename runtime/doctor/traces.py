@@ -139,8 +139,8 @@ class ExpectedTrace:
         if not paths:
             return ""
         return (
-            f" Not compared: {len(paths)} of {len(self.expected.outputs)} modules have no output of that size there "
-            f"({first_names(paths)})."
+            f" {len(paths)} of {len(self.expected.outputs)} modules were not compared: the two sides have no output of the same "
+            f"size for them ({first_names(paths)})."
         )
 
     def _counterpart(self, actual: Trace, path: str) -> Tensor | None:

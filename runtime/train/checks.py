@@ -34,7 +34,7 @@ HEAD_COUNTER = "patchgen_counting_heads"
 NUM_TOKENS = 8
 
 
-def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
+def build_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
     """The recipe's model on the meta device, after checking, as far as possible here, what `world` ranks would refuse.
 
     Raises:

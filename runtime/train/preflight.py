@@ -79,14 +79,15 @@ class Preflight:
         return "" if self.status == verdict.PROVEN else verdict.Verdict(self.status, self.reason).words
 
 
-def require_trainable(recipe: Recipe) -> Recipe:
-    """The recipe with its attention, document separation and modality separation decided.
+def decide_trainable(recipe: Recipe) -> Recipe:
+    """Refuses a model that cannot train; returns the recipe with its attention, document separation and modality
+    separation decided.
 
     Raises:
         RecipeError: the model cannot train.
     """
     if (teacher := teacher_recipe(recipe)) is not None:
-        recipe = replace(recipe, teacher=require_trainable(teacher).model)
+        recipe = replace(recipe, teacher=decide_trainable(teacher).model)
     data_check.require_data(recipe)
     if (recipe.train.batches_per_step > 1 or recipe.parallel.sp > 1) and (
         reason := loss.why_not_additive(_head_and_config(recipe)[0])

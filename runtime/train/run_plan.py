@@ -111,7 +111,7 @@ def describe(recipe: Recipe, model: PreTrainedModel, world_size: int) -> str:
     """Rank map, what runs where, cost and memory of a run on `world_size` ranks.
 
     Args:
-        model: as `checks.require_runnable` returns it.
+        model: as `checks.build_runnable` returns it.
     """
     layout = models.parallel_config(recipe.parallel, world_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -54,7 +54,7 @@ def test_what_is_not_proven_is_refused_in_one_sentence(row, tmp_path, monkeypatc
         "train": {"steps": 1},
     }
     with pytest.raises(RecipeError) as refusal:
-        preflight.require_trainable(from_dict(recipe))
+        preflight.decide_trainable(from_dict(recipe))
     told = str(refusal.value)
     assert told.startswith(f"model.source = '{row['model_type']}': ")
     assert "\n" not in told

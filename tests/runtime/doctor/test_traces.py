@@ -15,14 +15,19 @@ def trace(**outputs: torch.Tensor) -> Trace:
 
 
 def test_a_finding_names_the_modules_that_could_not_be_compared():
-    own = trace(gate=torch.ones(2, 4), mlp=torch.ones(2, 8), layer=torch.ones(2, 8))
-    expected = ExpectedTrace(own, own, 1e-5)
-    assert expected.not_compared(own) == ""
-    other = trace(gate=torch.ones(2, 5), layer=torch.ones(1, 2, 8))
-    assert expected.first_divergence(other) is None
-    told = "Not compared: 2 of 3 modules have no output of that size there (gate, mlp)."
+    generated = trace(gate=torch.ones(2, 4), mlp=torch.ones(2, 8), layer=torch.ones(2, 8))
+    expected = ExpectedTrace(generated, generated, 1e-5)
+    assert expected.not_compared(generated) == ""
+    # (1, 2, 8) has as many values as (2, 8), so `layer` is compared; `gate` has another size, and `mlp` is missing.
+    upstream = trace(gate=torch.ones(2, 5), layer=torch.ones(1, 2, 8))
+    assert expected.first_divergence(upstream) is None
+    not_compared = (
+        "2 of 3 modules were not compared: the two sides have no output of the same size for them (gate, mlp)."
+    )
     patient = SimpleNamespace(dtype=torch.float32)
-    assert plain_transformers._compare(patient, expected, other, "The export").summary.endswith(f"bit for bit. {told}")
-    wrong = trace(gate=torch.ones(2, 5), layer=torch.zeros(2, 8))
-    found = plain_transformers._compare(patient, expected, wrong, "The export").summary
-    assert "layer is the first that differs" in found and found.endswith(told)
+    assert plain_transformers._compare(patient, expected, upstream, "The export").summary.endswith(
+        f"bit for bit. {not_compared}"
+    )
+    wrong_upstream = trace(gate=torch.ones(2, 5), layer=torch.zeros(2, 8))
+    summary = plain_transformers._compare(patient, expected, wrong_upstream, "The export").summary
+    assert "layer is the first that differs" in summary and summary.endswith(not_compared)

@@ -137,23 +137,23 @@ def test_a_model_without_a_classifier_of_upstreams_is_refused():
     with pytest.raises(
         RecipeError, match="objective.name = reward: transformers has no sequence classifier for a Qwen2VL"
     ):
-        checks.require_runnable(recipe, 1)
+        checks.build_runnable(recipe, 1)
 
 
 def test_a_dry_run_says_what_is_learned():
     recipe = recipe_of("reward", "preference")
-    text = run_plan.describe(recipe, checks.require_runnable(recipe, 1), 1)
+    text = run_plan.describe(recipe, checks.build_runnable(recipe, 1), 1)
     assert "Qwen3MoeForSequenceClassification" in text and "objective    reward" in text
     assert "causal_lm_loss" not in text
     recipe = recipe_of("dpo", "preference")
-    text = run_plan.describe(recipe, checks.require_runnable(recipe, 1), 1)
+    text = run_plan.describe(recipe, checks.build_runnable(recipe, 1), 1)
     assert "causal_lm_loss by the objective, in chunks" in text
 
 
 def test_a_teacher_has_the_same_tokens():
     teacher = {"source": "qwen3_moe", "overrides": SMALL}
     recipe = recipe_of("distillation", "classification", teacher=teacher)
-    assert "teacher      qwen3_moe" in run_plan.describe(recipe, checks.require_runnable(recipe, 1), 1)
+    assert "teacher      qwen3_moe" in run_plan.describe(recipe, checks.build_runnable(recipe, 1), 1)
     other = teacher | {"overrides": SMALL | {"vocab_size": 384}}
     with pytest.raises(RecipeError, match="its vocab_size is 384 and that of the model 320"):
-        checks.require_runnable(recipe_of("distillation", "classification", teacher=other), 1)
+        checks.build_runnable(recipe_of("distillation", "classification", teacher=other), 1)

@@ -101,7 +101,7 @@ def test_a_fresh_run_on_several_machines_is_refused_before_any_check(tmp_path, m
     def checked(*arguments: object, **options: object) -> None:
         raise AssertionError("a check was made")
 
-    monkeypatch.setattr(preflight, "require_trainable", checked)
+    monkeypatch.setattr(preflight, "decide_trainable", checked)
     monkeypatch.setattr("patchgen.runtime.train.run_plan.require_valid", checked)
     (tmp_path / "run").mkdir()
     recipe = from_dict(recipe_of("llama", tmp_path / "run"))
@@ -112,12 +112,12 @@ def test_a_fresh_run_on_several_machines_is_refused_before_any_check(tmp_path, m
 
 
 def test_what_a_recipe_names_is_what_is_compared(home, tmp_path):
-    decided = preflight.require_trainable(from_dict(recipe_of("llama", tmp_path / "run")))
+    decided = preflight.decide_trainable(from_dict(recipe_of("llama", tmp_path / "run")))
     assert decided.model.attention == "patchgen_sdpa"
     dropout = {"attention_dropout": 0.1, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6}
     named = recipe_of("llama", tmp_path / "run", attention="patchgen_flex_attention", overrides=dropout)
     with pytest.raises(RecipeError, match="attention 'patchgen_flex_attention' lacks .*dropout"):
-        preflight.require_trainable(from_dict(named))
+        preflight.decide_trainable(from_dict(named))
     assert len(list((home / ".cache" / "patchgen" / "preflight").glob("*.json"))) == 2
 
 
@@ -126,11 +126,11 @@ def test_a_loss_that_is_no_sum_of_shares_is_refused_before_any_rank(home, tmp_pa
     monkeypatch.setattr(head, "local_loss_terms", ("0.1 * z_loss",), raising=False)
     recipe = recipe_of("llama", tmp_path / "run")
     with pytest.raises(RecipeError, match=r"batches_per_step = 2.*LlamaForCausalLM adds 0\.1 \* z_loss to its loss"):
-        preflight.require_trainable(from_dict(recipe))
+        preflight.decide_trainable(from_dict(recipe))
     recipe["train"]["batches_per_step"] = 1
-    preflight.require_trainable(from_dict(recipe))
+    preflight.decide_trainable(from_dict(recipe))
     with pytest.raises(RecipeError, match=r"parallel\.sp = 2.*LlamaForCausalLM adds"):
-        preflight.require_trainable(from_dict(recipe | {"parallel": {"sp": 2}}))
+        preflight.decide_trainable(from_dict(recipe | {"parallel": {"sp": 2}}))
 
 
 def test_attention_that_cannot_be_sliced_is_refused_before_any_rank(home, tmp_path, monkeypatch):
@@ -141,9 +141,9 @@ def test_attention_that_cannot_be_sliced_is_refused_before_any_rank(home, tmp_pa
     decided = preflight.Preflight(verdict.PROVEN, "", "patchgen_sdpa")
     monkeypatch.setattr(preflight, "_decide", lambda *arguments, **options: (decided, ()))
     recipe = recipe_of("bloom", tmp_path / "run")
-    preflight.require_trainable(from_dict(recipe))
+    preflight.decide_trainable(from_dict(recipe))
     with pytest.raises(RecipeError, match=r"parallel\.sp = 2: 'bloom': BloomAttention uses its mask as a tensor"):
-        preflight.require_trainable(from_dict(recipe | {"parallel": {"sp": 2}}))
+        preflight.decide_trainable(from_dict(recipe | {"parallel": {"sp": 2}}))
 
 
 def test_a_decoder_with_tokens_of_its_own_is_refused_before_any_rank():
@@ -180,16 +180,16 @@ def test_modules_that_not_every_rank_runs_are_refused_before_any_rank(home, tmp_
     decided = preflight.Preflight(verdict.PROVEN, "", "patchgen_sdpa")
     monkeypatch.setattr(preflight, "_decide", lambda *arguments, **options: (decided, ()))
     recipe = recipe_of("llama", tmp_path / "run")
-    preflight.require_trainable(from_dict(recipe))
+    preflight.decide_trainable(from_dict(recipe))
     with pytest.raises(RecipeError, match=r"parallel\.ep = 2: 'llama': Block runs some of its modules only if"):
-        preflight.require_trainable(from_dict(recipe | {"parallel": {"ep": 2}}))
+        preflight.decide_trainable(from_dict(recipe | {"parallel": {"ep": 2}}))
     with pytest.raises(RecipeError, match=r"parallel\.ep = 2: 'llama': Block"):  # without sp: 2 as well
-        preflight.require_trainable(from_dict(recipe | {"parallel": {"ep": 2, "sp": 2}}))
+        preflight.decide_trainable(from_dict(recipe | {"parallel": {"ep": 2, "sp": 2}}))
 
 
 def test_a_type_that_nobody_generated_is_refused_in_one_sentence(home, tmp_path):
     with pytest.raises(RecipeError) as refusal:
-        preflight.require_trainable(from_dict(recipe_of("xlnet", tmp_path / "run")))
+        preflight.decide_trainable(from_dict(recipe_of("xlnet", tmp_path / "run")))
     told = str(refusal.value)
     assert told == (
         "model.source = 'xlnet': no generated model takes a XLNetConfig. Generate one with `patchgen generate xlnet`, "

@@ -35,7 +35,7 @@ def recipe_of(**sections: dict):
 
 
 def described(recipe, world: int) -> str:
-    return run_plan.describe(recipe, checks.require_runnable(recipe, world), world)
+    return run_plan.describe(recipe, checks.build_runnable(recipe, world), world)
 
 
 def test_a_dry_run_says_what_would_run():
@@ -179,11 +179,11 @@ def test_weights_that_do_not_fit_are_known_from_their_headers(tmp_path):
     held = load_file(weights)
     save_file({key: tensor for key, tensor in held.items() if "layers.1.mlp.gate" not in key}, weights)
     with pytest.raises(CheckpointError, match="missing: model.layers.1.mlp.gate.weight"):
-        checks.require_runnable(recipe_of(model={"weights": str(tmp_path)}), 1)
+        checks.build_runnable(recipe_of(model={"weights": str(tmp_path)}), 1)
     save_file(held, weights)
-    checks.require_runnable(recipe_of(model={"weights": str(tmp_path)}), 1)
+    checks.build_runnable(recipe_of(model={"weights": str(tmp_path)}), 1)
     with pytest.raises(RecipeError, match="has no tokenizer"):
-        checks.require_runnable(recipe_of(model={"source": str(tmp_path), "overrides": {}}), 1)
+        checks.build_runnable(recipe_of(model={"source": str(tmp_path), "overrides": {}}), 1)
 
 
 @pytest.mark.parametrize("key", ["source", "weights"])
@@ -209,7 +209,7 @@ def test_a_folder_with_the_name_of_a_type_is_told(tmp_path, monkeypatch):
     with pytest.warns(
         UserWarning, match=f"is a model type and also the folder {tmp_path / 'qwen3_moe'}; the folder is read"
     ):
-        checks.require_runnable(recipe_of(), 1)
+        checks.build_runnable(recipe_of(), 1)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
