@@ -34,38 +34,38 @@ class DrawnMasks(SitePass):
     )
 
     def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
-        asked, _ = _asked(info, anatomy) if Role.ATTENTION in info.roles else ("", None)
-        return f"asks whether {asked} is a tensor" if asked else ""
+        tested, _ = _tested_mask(info, anatomy) if Role.ATTENTION in info.roles else ("", None)
+        return f"asks whether {tested} is a tensor" if tested else ""
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        mask, unread = _asked(anatomy.classes[site.block], anatomy)
-        if unread is not None:
-            raise Missed(f"isinstance({mask}, torch.Tensor), or another class that names tell", unread)
+        mask, unresolved_test = _tested_mask(anatomy.classes[site.block], anatomy)
+        if unresolved_test is not None:
+            raise Missed(f"isinstance({mask}, torch.Tensor), or a class whose name can be resolved", unresolved_test)
         return Rewritten(insert_first(block, "forward", f"{mask} = ops.drawn_mask({mask})", self.mark), "drawn")
 
 
-def _asked(info: ClassInfo, anatomy: Anatomy) -> tuple[str, ast.Call | None]:
-    """The parameter that a forward tests for being a tensor, or ""; and the test, if the classes in it are unknown."""
-    return _asked_in(info.methods["forward"], info.name, anatomy) if "forward" in info.methods else ("", None)
+def _tested_mask(info: ClassInfo, anatomy: Anatomy) -> tuple[str, ast.Call | None]:
+    """The parameter that a forward tests for being a tensor, or ""; and the test, if a class in it cannot be resolved."""
+    return _tested_mask_in(info.methods["forward"], info.name, anatomy) if "forward" in info.methods else ("", None)
 
 
-def _asked_in(
-    function: FunctionNode, owner: str, anatomy: Anatomy, around: tuple[FunctionNode, ...] = ()
+def _tested_mask_in(
+    function: FunctionNode, owner: str, anatomy: Anatomy, callers: tuple[FunctionNode, ...] = ()
 ) -> tuple[str, ast.Call | None]:
-    """`_asked` for a function, with the functions and methods of the file that it calls; `around` are its callers."""
-    names, local = parameter_names(function), local_names(function)
+    """`_tested_mask` for a function, with the functions and methods of the file that it calls."""
+    parameters, local = parameter_names(function), local_names(function)
     for call in calls(function):
-        inner, asked, unread = anatomy.called(owner, call), next(iter(call.args), None), None
-        if inner is not None and inner not in around:
-            name, unread = _asked_in(inner, owner, anatomy, (*around, function))
-            asked = arguments(call, parameter_names(inner)).get(name)
+        callee, tested, unresolved_test = anatomy.called(owner, call), next(iter(call.args), None), None
+        if callee is not None and callee not in callers:
+            name, unresolved_test = _tested_mask_in(callee, owner, anatomy, (*callers, function))
+            tested = arguments(call, parameter_names(callee)).get(name)
         elif (meaning := anatomy.names.resolve(call.func, local)) == "builtins.isinstance":
-            kinds = [n for n in ast.walk(call.args[1]) if isinstance(n, ast.Name | ast.Attribute)]
-            meant = {anatomy.names.resolve(kind, local) for kind in kinds}
-            unread = call if None in meant else None
-            asked = asked if meant & {"torch.Tensor", None} else None
+            class_nodes = [n for n in ast.walk(call.args[1]) if isinstance(n, ast.Name | ast.Attribute)]
+            class_names = {anatomy.names.resolve(node, local) for node in class_nodes}
+            unresolved_test = call if None in class_names else None
+            tested = tested if class_names & {"torch.Tensor", None} else None
         elif meaning != "torch.is_tensor":
             continue
-        if isinstance(asked, ast.Name) and asked.id in names:
-            return asked.id, unread
+        if isinstance(tested, ast.Name) and tested.id in parameters:
+            return tested.id, unresolved_test
     return "", None
