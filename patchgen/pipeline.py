@@ -40,8 +40,8 @@ class Step:
     @property
     def rewrites(self) -> bool:
         """Whether the pass rewrites classes or functions site by site (a `SitePass`); hand edits do not count."""
-        kind = pass_named(self.name)
-        return kind is not None and issubclass(kind, SitePass)
+        pass_class = pass_named(self.name)
+        return pass_class is not None and issubclass(pass_class, SitePass)
 
     @property
     def changed_lines(self) -> int:
@@ -49,10 +49,10 @@ class Step:
         left, right = self.before.text.splitlines(), self.outcome.module.text.splitlines()
         for _ in range(2):  # strips the equal lines at the start, then at the end: most passes change one place
             pairs = enumerate(zip(left, right, strict=False))
-            same = next(
+            first_difference = next(
                 (number for number, (old_line, new_line) in pairs if old_line != new_line), min(len(left), len(right))
             )
-            left, right = left[same:][::-1], right[same:][::-1]
+            left, right = left[first_difference:][::-1], right[first_difference:][::-1]
         return emit.changed_lines("\n".join(difflib.unified_diff(left, right, lineterm="")))
 
 
@@ -138,32 +138,32 @@ def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig)
     """
     expected = config.expect.get(current.name)
     wanted, why = (expected.hits, f" ({expected.reason})") if isinstance(expected, Expect) else (expected, "")
-    nothing = f"no hits: {expected.reason}" if isinstance(expected, Expect) and not wanted else None
+    no_hits_note = f"no hits: {expected.reason}" if isinstance(expected, Expect) and not wanted else None
     try:
         outcome = current.apply(module, anatomy)
     except PassMismatch as error:
         error.pass_name = current.name
-        if nothing is None:
+        if no_hits_note is None:
             raise
-        return Outcome(module, notes=(nothing,))  # a missed site, or signs of one: the config's reason covers it
+        return Outcome(module, notes=(no_hits_note,))  # a missed site, or signs of one: the config's reason covers it
     if wanted is not None and len(outcome.hits) != wanted:
         listed = "\n".join(f"  {hit.site}: {hit.what}" for hit in (*outcome.hits, *outcome.upstream)) or "  none"
         raise PassMismatch(
             f"The pass '{current.name}' has {len(outcome.hits)} hits on {anatomy.upstream.origin}, and the config of "
-            f"'{config.model}' expects {wanted}{why}. Hits, and sites that upstream serves:\n"
+            f"'{config.model}' expects {wanted}{why}. Hits, and sites where upstream already does this:\n"
             f"{listed}\n"
             f"  to fix   update the pass, or review the change and correct `expect` in "
             f"{custom_sources.config_path(anatomy.upstream)}.",
             tuple(hit.site for hit in outcome.hits),
             current.name,
         )
-    if nothing is None:
+    if no_hits_note is None:
         return outcome
-    return Outcome(module, upstream=outcome.upstream, notes=(nothing, *outcome.notes))
+    return Outcome(module, upstream=outcome.upstream, notes=(no_hits_note, *outcome.notes))
 
 
 @contextlib.contextmanager
-def _uncollected() -> Generator[None, None, None]:
+def _without_garbage_collection() -> Generator[None, None, None]:
     """Disables Python's garbage collector, which would traverse all syntax trees repeatedly and free none."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -174,7 +174,7 @@ def _uncollected() -> Generator[None, None, None]:
             gc.enable()
 
 
-@_uncollected()
+@_without_garbage_collection()
 def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Sequence[str] = ()) -> Generated:
     """Generates one model in memory.
 
@@ -202,20 +202,20 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Seque
     custom_sources.check_imports(module, upstream)
 
     outcomes = [(step.name, step.outcome) for step in steps]
-    record = emit.header(module, upstream, outcomes, provenance.command(upstream, heads))
-    text = record + "".join(block.text for block in module) + module.footer
+    header = emit.header(module, upstream, outcomes, provenance.command(upstream, heads))
+    text = header + "".join(block.text for block in module) + module.footer
     emit.check_parses(text, upstream.path)
 
     roots = config.kept or default_roots(original, anatomy)
-    kept_lines = {block.line for block in module if block.line}
-    dropped = [block.name for block in original if block.name and block.line not in kept_lines]
-    before, before_lines = _kept_text(original, kept_lines)
-    body = emit.without_banner(original.header) + text[len(record) :]
-    named = provenance.shown_root()
-    diff = emit.diff(upstream, before, body, dropped, roots, before_lines=before_lines, root=named)
+    kept_starts = {block.line for block in module if block.line}
+    dropped = [block.name for block in original if block.name and block.line not in kept_starts]
+    before, before_lines = _kept_text(original, kept_starts)
+    after = emit.without_banner(original.header) + text[len(header) :]
+    shown_root = provenance.shown_root()
+    diff = emit.diff(upstream, before, after, dropped, roots, before_lines=before_lines, root=shown_root)
     files = _files(upstream, text, diff)
-    facts = provenance.record(steps, roots, dropped, files, config, asked=heads)
-    return Generated(upstream, config, anatomy, tuple(steps), text, diff, facts)
+    provenance_text = provenance.record(steps, roots, dropped, files, config, asked=heads)
+    return Generated(upstream, config, anatomy, tuple(steps), text, diff, provenance_text)
 
 
 def generate_whole(
@@ -254,11 +254,10 @@ def _mark_asked_heads(heads: Sequence[str], anatomy: Anatomy) -> None:
     for head in heads:
         if head not in models or head in refused:
             near = difflib.get_close_matches(head, [name for name in models if name not in refused], n=4, cutoff=0.0)
-            why = f"the model {head}, which neither a run nor a proof serves: {refused.get(head)}"
-            raise ConfigError(
-                f"{anatomy.upstream.path} has {why if head in models else f'no model {head}'}. To fix: ask for another head of "
-                f"this file ({', '.join(near) or 'it has none'})."
-            )
+            path = anatomy.upstream.path
+            problem = f"{head} of {path} can be neither trained nor proven: {refused[head]}" if head in models else ""
+            advice = f" To fix: ask for another head of this file ({', '.join(near)})." if near else ""
+            raise ConfigError(f"{problem or f'{path} has no model {head}'}.{advice}")
         anatomy.classes[head].roles[Role.ASKED] = "asked for by name"
 
 
@@ -270,20 +269,20 @@ def _why_refused(name: str, anatomy: Anatomy, served: set[str]) -> str:
     unlabelled = method is not None and "labels" not in parameter_names(method[1])
     if name not in served:
         return f"no Auto class builds it{', and its forward takes no labels' * unlabelled} ({', '.join(AUTO_CLASS_MAPPINGS)})"
-    is_head = name not in anatomy.upstream.heads or Role.HEAD in anatomy.classes[name].roles
-    return (
-        "" if is_head else "its forward takes no labels" if unlabelled else "it neither generates nor computes a loss"
-    )
+    is_trainable = name not in anatomy.upstream.heads or Role.HEAD in anatomy.classes[name].roles
+    if is_trainable:
+        return ""
+    return "its forward takes no labels" if unlabelled else "it neither generates nor computes a loss"
 
 
-def _kept_text(original: Module, kept_lines: set[int]) -> tuple[str, list[int]]:
+def _kept_text(original: Module, kept_starts: set[int]) -> tuple[str, list[int]]:
     """Upstream's text without banner and dropped blocks, and for each of its lines the number in upstream's file."""
     parts = [emit.without_banner(original.header)]
     numbers = [i + 1 for i in emit.lines_beside_banner(original.header)]
     line = original.header.count("\n")
     for block in original:
         length = block.text.count("\n")
-        if block.line in kept_lines or block.is_import:
+        if block.line in kept_starts or block.is_import:
             parts.append(block.text)
             numbers += range(line + 1, line + length + 1)
         line += length
