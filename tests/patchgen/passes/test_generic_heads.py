@@ -180,9 +180,9 @@ def test_the_same_auto_classes_are_read_and_served():
         (
             "qwen3_omni_moe",
             "Qwen3OmniMoeTalkerForConditionalGeneration",
-            "serves: no Auto class builds it \\(AutoModel,",
+            "trained nor proven: no Auto class builds it \\(AutoModel,",
         ),
-        ("diffusion_gemma", "DiffusionGemmaForBlockDiffusion", "serves: its forward takes no labels"),
+        ("diffusion_gemma", "DiffusionGemmaForBlockDiffusion", "trained nor proven: its forward takes no labels"),
     ],
 )
 def test_what_is_no_head_is_refused_by_name(model, head, told):
