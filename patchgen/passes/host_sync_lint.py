@@ -11,7 +11,7 @@ from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import FunctionNode, arguments, parameter_names, walk
 from patchgen.anatomy.imported import library_function
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.training_path import Test, parts, training_functions
+from patchgen.anatomy.training_path import Condition, reachable_functions, statements_with_reasons
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.source import Module
@@ -41,7 +41,7 @@ class HostSyncLint(Pass):
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
         found = [
             (where, f"`{what}`", why or self.allow.get(where) or self.allow.get(where.rpartition(".")[2], ""))
-            for where, function, excuse in training_functions(module)
+            for where, function, excuse in reachable_functions(module)
             for what, why in _syncs(anatomy, function, excuse)
         ]
         open_findings = [f"{where}: {what}" for where, what, why in found if not why]
@@ -60,7 +60,7 @@ def _syncs(anatomy: Anatomy, function: FunctionNode, excuse: str) -> Iterator[tu
 
     The eager path, below a seam's early return, is left out.
     """
-    for part, why in parts(function, excuse):
+    for part, why in statements_with_reasons(function, excuse):
         for node in walk(part):
             read = (test for test in _tests(node) if SYNCING_TESTS & anatomy.names.operations(test))
             yield from ((f"if {ast.unparse(test)}", why) for test in read)
@@ -71,7 +71,7 @@ def _syncs(anatomy: Anatomy, function: FunctionNode, excuse: str) -> Iterator[tu
 def _tests(node: ast.AST) -> Iterator[ast.expr]:
     """The conditions of an `if`, `while`, `assert`, a conditional expression or a comprehension."""
     match node:
-        case Test(test) | ast.IfExp(test) | ast.Assert(test):
+        case Condition(test) | ast.IfExp(test) | ast.Assert(test):
             yield test
         case ast.comprehension(ifs=conditions):
             yield from conditions

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 from patchgen import source
-from patchgen.anatomy.training_path import parts, training_functions
+from patchgen.anatomy.training_path import reachable_functions, statements_with_reasons
 
 FILE = """
 def helper(x):
@@ -62,7 +62,7 @@ ONLY_IF_NOT_GIVEN = "only where position_ids is not handed in"
 
 
 def test_each_function_once_with_a_reason_if_every_call_has_one():
-    found = [(name, function.name, why) for name, function, why in training_functions(source.parse(FILE))]
+    found = [(name, function.name, why) for name, function, why in reachable_functions(source.parse(FILE))]
     assert sorted(found) == [
         ("Base.step", "step", ""),
         ("Model.counted", "counted", ONLY_IF_NOT_GIVEN),
@@ -79,9 +79,9 @@ def test_methods_are_resolved_by_the_mro():
     class_template = "class {}:\n    def run(self, x):\n        return x\n"
     model = "class Q(B, C):\n    def forward(self, x):\n        return self.run(x)\n"
     text = class_template.format("D") + "class B(D): pass\n" + class_template.format("C") + model
-    assert [name for name, _, _ in training_functions(source.parse(text))] == ["Q.forward", "D.run"]
+    assert [name for name, _, _ in reachable_functions(source.parse(text))] == ["Q.forward", "D.run"]
     text = text.replace("class C:", "class C(D):")
-    assert [name for name, _, _ in training_functions(source.parse(text))] == ["Q.forward", "C.run"]
+    assert [name for name, _, _ in reachable_functions(source.parse(text))] == ["Q.forward", "C.run"]
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_methods_are_resolved_by_the_mro():
 )  # fmt: skip
 def test_statements_and_the_reason_why_they_do_not_run(code: str, reasons: dict[str, str]):
     function = ast.parse("def f(self, x, position_ids=None, **kwargs):\n" + textwrap.indent(code, "    ")).body[0]
-    assert {ast.unparse(part): why for part, why in parts(function, "")} == reasons
-    assert {why for part, why in parts(function, "the caller's reason")} <= {"the caller's reason"}
+    assert {ast.unparse(part): why for part, why in statements_with_reasons(function, "")} == reasons
+    assert {why for part, why in statements_with_reasons(function, "the caller's reason")} <= {"the caller's reason"}
 
 
 SIZES = "sizes = split_sizes or grid.tolist()"
@@ -135,4 +135,4 @@ def test_sizes_are_handed_in_only_in_the_form_that_host_values_writes(name: str,
     """Method, type and `or <tensor>.tolist()` must be those of the pass. Any other parameter is upstream's, and no collator
     knows it."""
     function = ast.parse(f"def {name}(self, grid, split_sizes: {annotation} = None, **kwargs):\n    {code}").body[0]
-    assert [why for _, why in parts(function, "")] == [why]
+    assert [why for _, why in statements_with_reasons(function, "")] == [why]
