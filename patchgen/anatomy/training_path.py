@@ -43,14 +43,14 @@ def reachable_functions(module: Module) -> Iterator[tuple[str, FunctionNode, str
     nodes = {block.name: block.node for block in module if block.name is not None}
     classes = {name: node for name, node in nodes.items() if isinstance(node, ast.ClassDef)}
     bases = {name: [dotted(base) for base in node.bases] for name, node in classes.items()}
-    members = [("", node) for node in nodes.values()]
-    members += [(name, member) for name, node in classes.items() for member in node.body]
-    functions = {(owner, node.name): node for owner, node in reversed(members) if isinstance(node, FunctionNode)}
-    plain = [(name, "forward", "") for name in classes]
-    excused: list[tuple[str, str, str]] = []
+    scopes = [("", node) for node in nodes.values()]
+    scopes += [(name, member) for name, node in classes.items() for member in node.body]
+    functions = {(owner, node.name): node for owner, node in reversed(scopes) if isinstance(node, FunctionNode)}
+    pending = [(name, "forward", "") for name in classes]
+    pending_excused: list[tuple[str, str, str]] = []
     visited: set[tuple[str, str]] = set()
-    while plain or excused:  # excused calls last: one call that is not excused decides
-        owner, method, excuse = (plain or excused).pop(0)
+    while pending or pending_excused:  # excused calls last: one call that is not excused decides
+        owner, method, excuse = (pending or pending_excused).pop(0)
         found = next(((of, method) for of in linearised(owner, bases) or [""] if (of, method) in functions), None)
         if found is None or found in visited:
             continue
@@ -58,10 +58,10 @@ def reachable_functions(module: Module) -> Iterator[tuple[str, FunctionNode, str
         yield ".".join(filter(None, found)), functions[found], excuse
         for part, why in statements_with_reasons(functions[found], excuse):
             for call in calls(part):
-                named = [("", call.func.id)] if isinstance(call.func, ast.Name) else []
-                handed = (own_attribute(given) for given in (call.func, *call.args))  # an op may call its arguments
-                named += [(owner, attribute) for attribute in handed if attribute is not None]
-                (excused if why else plain).extend((*owner_and_name, why) for owner_and_name in named)
+                callees = [("", call.func.id)] if isinstance(call.func, ast.Name) else []
+                own_methods = map(own_attribute, (call.func, *call.args))  # an op may call its arguments
+                callees += [(owner, attribute) for attribute in own_methods if attribute is not None]
+                (pending_excused if why else pending).extend((*owner_and_name, why) for owner_and_name in callees)
 
 
 class Condition(ast.Expression):
