@@ -45,14 +45,14 @@ class Documents:
         self.lengths = self.doc_lengths.sum(axis=1, dtype=np.int32)
 
     def _apply_limit(self, limit: int, on_long: OnLong) -> None:
-        longest = self.doc_lengths.max(axis=1)
+        longest, is_pair = self.doc_lengths.max(axis=1), self.cache.splits is not None
         long = np.flatnonzero(longest > limit)
         if not len(long):
             return
         if on_long == "error":
-            is_plain_text = self.cache.targets is None and self.cache.splits is None and self.cache.labels is None
+            is_plain_text = self.cache.targets is None and self.cache.labels is None and not is_pair
             where, length = self.cache.places(long[:1])[0], int(longest[long[0]])
-            raise refusal_of_long_sample(where, length, limit, can_split=is_plain_text)
+            raise refusal_of_long_sample(where, length, limit, can_split=is_plain_text, is_pair=is_pair)
         if on_long == "split":
             self._split(limit)
             return
@@ -70,6 +70,7 @@ class Documents:
                     truncates=on_long == "truncate",
                     outcome=outcome,
                     skip_cut_targets=self.skip_cut_targets,
+                    is_pair=is_pair,
                 )
                 for index in first
             ]

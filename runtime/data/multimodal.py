@@ -47,6 +47,7 @@ DROPPED_OUTPUTS = (
     "video_metadata",
     "num_audio_tokens",
 )
+"""Outputs of processors that batches do not contain."""
 
 
 class PrepareMultimodal:
@@ -54,12 +55,13 @@ class PrepareMultimodal:
 
     Args:
         processor: of transformers, with a chat template.
-        position_function: called with those of `input_ids` `(1, n)`, `attention_mask` `(1, n)`, the processor's fields,
-            `audio_seqlens` and `second_per_grids` that it has parameters for; returns positions `(3, 1, n)` or `(3, n)`,
+        position_function: called by keyword with what it has parameters for, of `input_ids` `(1, n)`, `attention_mask` `(1, n)`,
+            the processor's fields, `audio_seqlens` and `second_per_grids`; returns positions `(3, 1, n)` or `(3, n)`,
             alone, first in a tuple, or as `position_ids` in a dict. None: positions are 0, 1, 2 ...
 
     Raises:
-        DataError: no processor, no chat template, or no such option as in `config.media`.
+        DataError: no processor, or one without a chat template, without a default one among several, or without an option of
+            `config.media`.
     """
 
     def __init__(self, config: DataConfig, processor: Any, position_function: Callable[..., Any] | None) -> None:

@@ -67,6 +67,7 @@ class PrepareText:
         if isinstance(encoded, BadSample):
             return PreparedRecord(problem=Problem("bad", encoded.where, encoded.reason))
         longest = max(len(document.ids) for document in _documents(encoded))
+        is_pair = encoded.split is not None
         if longest <= self.limit:
             return PreparedRecord([_truncated_sample(encoded, self.limit)])
         if self.on_long == "split":
@@ -74,8 +75,8 @@ class PrepareText:
                 [_piece(encoded, start, start + self.limit) for start in range(0, longest, self.limit)]
             )
         if self.on_long == "error":
-            is_plain_text = encoded.targets is None and encoded.split is None and encoded.label is None
-            raise refusal_of_long_sample(record.where, longest, self.limit, can_split=is_plain_text)
+            is_plain_text = encoded.targets is None and encoded.label is None and not is_pair
+            raise refusal_of_long_sample(record.where, longest, self.limit, can_split=is_plain_text, is_pair=is_pair)
         truncates = self.on_long == "truncate"
         keeps_a_loss = (
             truncates
@@ -84,7 +85,12 @@ class PrepareText:
         )
         outcome: Outcome = "truncated" if keeps_a_loss else "skipped"
         reason = reason_of_outcome(
-            longest, self.limit, truncates=truncates, outcome=outcome, skip_cut_targets=self.skip_cut_targets
+            longest,
+            self.limit,
+            truncates=truncates,
+            outcome=outcome,
+            skip_cut_targets=self.skip_cut_targets,
+            is_pair=is_pair,
         )
         problem = Problem(outcome, record.where, reason)
         return PreparedRecord([_truncated_sample(encoded, self.limit)] if outcome == "truncated" else [], problem)
@@ -115,21 +121,27 @@ def _loses_targets(tokens: Tokens, limit: int) -> bool:
     return any(document.targets is None or bool(document.targets[limit:].any()) for document in _documents(tokens))
 
 
-def refusal_of_long_sample(where: str, length: int, limit: int, *, can_split: bool) -> DataError:
+PAIR_PREFIX = "its longer text has "
+
+
+def refusal_of_long_sample(
+    where: str, length: int, limit: int, *, can_split: bool, is_pair: bool = False
+) -> DataError:
     """The error for a sample that is too long under `on_long: error`; only plain text can be split."""
     if can_split:
         return too_long_error(where, length, limit)
-    return DataError(
-        f"{where}: {too_long_reason(length, limit)}. To fix: set data.on_long to skip or truncate, or raise the limit."
-    )
+    reason = PAIR_PREFIX * is_pair + too_long_reason(length, limit)
+    return DataError(f"{where}: {reason}. To fix: set data.on_long to skip or truncate, or raise the limit.")
 
 
-def reason_of_outcome(length: int, limit: int, *, truncates: bool, outcome: Outcome, skip_cut_targets: bool) -> str:
+def reason_of_outcome(
+    length: int, limit: int, *, truncates: bool, outcome: Outcome, skip_cut_targets: bool, is_pair: bool
+) -> str:
     """Why a sample that is too long is truncated or skipped: as `problems.long_reason`; with `skip_cut_targets` also because a
     target would be cut off."""
     if skip_cut_targets and truncates and outcome == "skipped":
         return f"{too_long_reason(length, limit)}, and not all tokens with a loss are among the first {limit}"
-    return long_reason(length, limit, truncates=truncates, outcome=outcome)
+    return PAIR_PREFIX * is_pair + long_reason(length, limit, truncates=truncates, outcome=outcome)
 
 
 def _truncated_sample(tokens: Tokens, limit: int) -> dict[str, Any]:
