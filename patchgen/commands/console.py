@@ -21,8 +21,11 @@ def print_diff(lines: Iterable[str], indent: str = "", target: Console = console
 
 
 @contextlib.contextmanager
-def refusing_unwritable(path: Path) -> Generator[None, None, None]:
+def refusing_unwritable(path: Path, named_by: str = "--output") -> Generator[None, None, None]:
     """Turns an `OSError` while an output is written into a refusal with its path.
+
+    Args:
+        named_by: the option or argument that names the output.
 
     Raises:
         PatchgenError: the output cannot be written.
@@ -30,7 +33,9 @@ def refusing_unwritable(path: Path) -> Generator[None, None, None]:
     try:
         yield
     except OSError as error:
-        raise PatchgenError(f"{path} cannot be written: {error}. To fix: name another place with --output.") from error
+        raise PatchgenError(
+            f"{path} cannot be written: {error}. To fix: name another place with {named_by}."
+        ) from error
 
 
 def display_path(path: Path) -> str:

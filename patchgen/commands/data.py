@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from patchgen.commands.console import writing
+from patchgen.commands.console import refusing_unwritable
 from patchgen.errors import ConfigError, PatchgenError
 
 
@@ -31,6 +31,6 @@ def show(path: Path, assignments: list[str], *, rows: int, html: Path | None, ev
     if html is None:
         print(as_text(preview, colour=sys.stdout.isatty()), end="")
     else:
-        with writing(html):
+        with refusing_unwritable(html, "--html"):
             html.write_text(as_page(preview, title=recipe.name), encoding="utf-8")
         print(f"Wrote {html}.")

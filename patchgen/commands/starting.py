@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from patchgen import project_code, provenance
-from patchgen.commands.console import console, display_path, writing
+from patchgen.commands.console import console, display_path, refusing_unwritable
 from patchgen.errors import ConfigError
 from patchgen.runtime import project
 from patchgen.templates import render
@@ -27,14 +27,14 @@ def init(folder: Path) -> None:
     files = {folder / project.FILE: render("patchgen_toml.jinja")}
     # git keeps no empty folders, and a missing folder of models is an error
     files |= {folder / name / ".gitkeep": "" for name in FOLDERS if not (folder / name).exists()}
-    with writing(folder):
+    with refusing_unwritable(folder, "FOLDER"):
         for file in files:
             file.parent.mkdir(parents=True, exist_ok=True)
     gitattributes = folder / ".gitattributes"
     before = gitattributes.read_text(encoding="utf-8") if gitattributes.is_file() else ""
     if attributes not in before:
         files[gitattributes] = before + ("\n" if before and not before.endswith("\n") else "") + attributes
-    with writing(folder):
+    with refusing_unwritable(folder, "FOLDER"):
         provenance.write_whole(files)
     for file in files:
         console.print(f"  wrote {display_path(file)}")

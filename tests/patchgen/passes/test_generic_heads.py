@@ -76,7 +76,9 @@ def test_a_head_whose_forward_nobody_reads_is_refused():
     other = edited(
         load("llama"), ("LlamaForTokenClassification(GenericForTokenClassification, ", "LlamaForTokenClassification(")
     )
-    with pytest.raises(ConfigError, match="LlamaForTokenClassification of .* no class of this file gives it a forward"):
+    with pytest.raises(
+        ConfigError, match="LlamaForTokenClassification of .* no class of this file gives it a forward"
+    ):
         pipeline.generate(other, ModelConfig("llama"), GENERIC)
 
 
@@ -239,7 +241,8 @@ def test_a_head_without_an_objective_is_refused_before_ranks_start(folder, monke
     monkeypatch.setattr(registry, "generated_models", lambda directory=None: (registry.read_model(folder),))
     recipe = recipes.from_dict({"model": {"source": "llama"}, "data": {}})
     with pytest.raises(
-        recipes.RecipeError, match="next_token trains .* generated for LlamaForSequenceClassification, a sequence classifier"
+        recipes.RecipeError,
+        match="next_token trains .* generated for LlamaForSequenceClassification, a sequence classifier",
     ):
         build_on_meta(recipe)
 
