@@ -212,9 +212,8 @@ def type_of(value: Any) -> str:
             if "role" in first:
                 return MESSAGES
             return TURNS if {"from", "value"} <= first.keys() else f"list of {{{', '.join(map(str, first))}}}"
-        if value and all(entry is None for entry in value):
-            return "list of None"
-        return f"list of {' and '.join(dict.fromkeys(map(type_of, value or [None])))}"
+        types = dict.fromkeys("None" if entry is None else type_of(entry) for entry in value)
+        return f"list of {' and '.join(types) or 'nothing'}"
     return "int" if isinstance(value, Integral) and not isinstance(value, bool) else type(value).__name__
 
 

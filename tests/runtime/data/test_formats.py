@@ -111,9 +111,7 @@ def test_the_halves_of_a_pair_are_cut_alone_and_share_a_row(tmp_path, streaming)
     assert not batches(
         tmp_path, "preference", *rows[:1], {"prompt": "Hi", "chosen": "c", "rejected": "b"}, on_long="skip", **changes
     )[1:]
-    with pytest.raises(
-        DataError, match="rows.jsonl:1: its longer text has .* tokens, more than the .* skip or truncate, or raise"
-    ):
+    with pytest.raises(DataError, match="rows.jsonl:1: its longer text has .* tokens, .* skip or truncate, or raise"):
         batches(tmp_path, "preference", *rows, on_long="error", **changes)
     with pytest.raises(ValueError, match="both halves of a pair share a batch"):
         DataConfig(kind="preference", tokens_per_batch=64, max_length=40)
