@@ -55,7 +55,7 @@ def check_imports(module: Module, upstream: Upstream) -> None:
         return
     package_prefix = f"{upstream.package}."
     missing: list[str] = []
-    for statement in (node for block in module for node in block.statements if isinstance(node, ast.ImportFrom)):
+    for statement in (node for node in module.statements if isinstance(node, ast.ImportFrom)):
         name = statement.module or ""
         modules = (
             [alias.name for alias in statement.names] if name == upstream.package else []

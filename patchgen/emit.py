@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from patchgen import __version__
-from patchgen.anatomy.classes import dotted, walk
+from patchgen.anatomy.classes import dotted
 from patchgen.anatomy.graph import references
 from patchgen.errors import EmissionError
 from patchgen.passes.base import Outcome
@@ -99,8 +99,8 @@ def _explained(module: Module) -> Module:
     blocks: list[Block] = []
     for block in module:
         lines = block.text.split("\n")
-        inside = {line for s in block.statements for line in inside_strings(s)}
-        uses = [node for s in block.statements for node in walk(s) if isinstance(node, ast.Attribute)]
+        inside = inside_strings(*block.statements)
+        uses = [node for node in block.nodes if isinstance(node, ast.Attribute)]
         for node in sorted(uses, key=lambda node: node.lineno):
             if dotted(node) != f"ops.{node.attr}" or (comment := descriptions.get(node.attr)) is None:
                 continue
@@ -123,7 +123,7 @@ def _explained(module: Module) -> Module:
 def exported_names(module: Module) -> list[str]:
     """The strings in the literals that `__all__` is assigned, augmented (`+=`), extended or appended with."""
     values: list[ast.expr] = []
-    for statement in (s for block in module for s in block.statements):
+    for statement in module.statements:
         match statement:
             case ast.Assign() | ast.AugAssign() | ast.AnnAssign() if "__all__" in bound_names(statement):
                 values += [statement.value] if statement.value else []
@@ -176,8 +176,7 @@ def check_stands_alone(module: Module) -> None:
     for block in module:
         for statement in block.statements:
             unknown = sorted(name for name in _free_names(statement) if name not in known)
-            where = block.name or f"line {block.line}"
-            problems += [f"  {name} in {where}" for name in unknown]
+            problems += [f"  {name} in {block.where}" for name in unknown]
     problems += [f"  {name} in __all__" for name in exported_names(module) if name not in known]
     if problems:
         raise EmissionError(

@@ -6,6 +6,14 @@ A message says what was expected, what was found, where, and how to fix it.
 from __future__ import annotations
 
 import ast
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(wrong: Iterable[str], known: Iterable[str], n: int = 3, cutoff: float = 0.2, between: str = ", ") -> str:
+    """The known names that are most like wrong ones, for a message: up to `n` for each."""
+    names = [*known]
+    return between.join(near for one in wrong for near in difflib.get_close_matches(one, names, n, cutoff)) or "none"
 
 
 class PatchgenError(Exception):

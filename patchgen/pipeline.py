@@ -16,7 +16,7 @@ from patchgen import custom_sources, emit, provenance, source
 from patchgen.anatomy import Anatomy, Role, study
 from patchgen.anatomy.classes import parameter_names
 from patchgen.anatomy.graph import require_own_self
-from patchgen.errors import ConfigError, PassMismatch
+from patchgen.errors import ConfigError, PassMismatch, nearest
 from patchgen.model_configs import Expect, ModelConfig, config_for
 from patchgen.passes import all_passes, default_pipeline, pass_named
 from patchgen.passes.base import Outcome, Pass, SitePass
@@ -98,10 +98,9 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
     """
     for name in config.expect:
         if pass_named(name) is None:
-            nearest = difflib.get_close_matches(name, [kind.name for kind in all_passes()], n=3, cutoff=0.2)
             raise ConfigError(
                 f"The config of '{config.model}' expects hits of '{name}', and there is no such pass. "
-                f"Nearest: {', '.join(nearest) or 'none'}."
+                f"Nearest: {nearest([name], [kind.name for kind in all_passes()])}."
             )
     steps: list[Step] = []
     refusals: list[PassMismatch] = []
@@ -308,8 +307,7 @@ def _check_config(config: ModelConfig, original: Module, final: Module) -> None:
     methods |= {name.rpartition(".")[2] for name in methods}
     unknown = [name for name in config.allow_sync if name not in methods]
     if unknown:
-        nearest = [near for name in unknown for near in difflib.get_close_matches(name, methods, n=2, cutoff=0.4)]
         raise ConfigError(
             f"`allow_sync` of '{config.model}' names {', '.join(unknown)}, which {original.path} does not have or prune "
-            f"dropped. Nearest: {', '.join(nearest) or 'none'}."
+            f"dropped. Nearest: {nearest(unknown, methods, 2, 0.4)}."
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import importlib.util
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from patchgen.errors import ConfigError, PatchgenError
+from patchgen.errors import ConfigError, PatchgenError, nearest
 from patchgen.passes.base import Pass
 from patchgen.runtime import project
 
@@ -61,10 +60,9 @@ def with_project_passes(kinds: Sequence[type[Pass]]) -> tuple[type[Pass], ...]:
                 f"{inspect.getfile(kind)}: a pass named '{kind.name}' exists already. To fix: give yours another name."
             )
         if kind.before not in names:
-            near = ", ".join(difflib.get_close_matches(kind.before, names, n=3, cutoff=0.2)) or "none"
             raise ConfigError(
                 f"{inspect.getfile(kind)}: '{kind.name}' should run before '{kind.before}', which is no earlier pass. "
-                f"Nearest: {near}."
+                f"Nearest: {nearest([kind.before], names)}."
             )
         passes.insert(names.index(kind.before), kind)
     return tuple(passes)

@@ -151,7 +151,7 @@ def _passes_of(steps: Sequence[Step], module: Module, anatomy: Anatomy) -> dict[
     for step in steps:
         for hit in (*step.outcome.hits, *step.outcome.upstream) if step.rewrites else ():
             passes_by_name.setdefault(hit.site.partition(".")[0], []).append(step.name)
-    for call in (call for block in module for statement in block.statements for call in calls(statement)):
+    for call in calls(*module.statements):
         if dotted(call.func).startswith("ops."):
             for argument in call.args:
                 if dotted(argument) in anatomy.functions:

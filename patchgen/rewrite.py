@@ -294,14 +294,14 @@ class Editor:
     @functools.cached_property
     def _holders(self) -> dict[ast.AST, ast.stmt]:
         found: dict[ast.AST, ast.stmt] = {statement: statement for statement in self.block.statements}
-        for node in (node for statement in self.block.statements for node in walk(statement)):  # outer ones first
+        for node in self.block.nodes:  # outer ones first
             for inner in ast.iter_child_nodes(node):
                 found[inner] = inner if isinstance(inner, ast.stmt) else found[node]
         return found
 
     @functools.cached_property
     def _in_strings(self) -> set[int]:
-        return {line for statement in self.block.statements for line in inside_strings(statement)}
+        return inside_strings(*self.block.statements)
 
     def _span(self, node: Placed) -> tuple[int, int]:
         start, end = self._starts[node.lineno - 1], self._starts[_last_line(node) - 1]
@@ -388,9 +388,9 @@ def indented(code: str, indent: str = INDENT) -> str:
     return "\n".join(line if i in inside or not line else indent + line for i, line in lines)
 
 
-def inside_strings(code: ast.AST) -> set[int]:
+def inside_strings(*code: ast.AST) -> set[int]:
     """The lines that begin inside a string, or between the pieces of a concatenated one; counted from 1."""
-    strings = [node for node in walk(code) if isinstance(node, ast.Constant | ast.JoinedStr)]
+    strings = [node for part in code for node in walk(part) if isinstance(node, ast.Constant | ast.JoinedStr)]
     return {line for node in strings for line in range(node.lineno + 1, _last_line(node) + 1)}
 
 

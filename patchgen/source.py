@@ -31,6 +31,11 @@ class Block:
         return self.statements[0]
 
     @functools.cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """The statements and all nodes in them."""
+        return tuple(node for statement in self.statements for node in ast.walk(statement))
+
+    @functools.cached_property
     def binds(self) -> tuple[str, ...]:
         """The module-level names that this block defines, imports included."""
         return tuple(dict.fromkeys(name for statement in self.statements for name in bound_names(statement)))
@@ -45,6 +50,11 @@ class Block:
         """The name of the class or function; None if the block is neither."""
         node = self.node
         return node.name if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else None
+
+    @property
+    def where(self) -> str:
+        """The block in words, for a message."""
+        return self.name or f"line {self.line}"
 
     @property
     def is_import(self) -> bool:
@@ -74,6 +84,10 @@ class Module:
 
     def __iter__(self) -> Iterator[Block]:
         return iter(self.blocks)
+
+    @property
+    def statements(self) -> list[ast.stmt]:
+        return [statement for block in self.blocks for statement in block.statements]
 
     def block(self, name: str) -> Block:
         """The class or function block of that name; of several the last one, as in Python.

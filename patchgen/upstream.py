@@ -7,7 +7,6 @@ transformers is never imported: its files are read as text and as `ast`.
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import hashlib
 import importlib.util
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from patchgen.errors import ConfigError, SourceSyntaxError, UpstreamNotFound
+from patchgen.errors import ConfigError, SourceSyntaxError, UpstreamNotFound, nearest
 from patchgen.source import parse
 from patchgen.wheels import cached_wheel, installed_version
 
@@ -234,9 +233,8 @@ def load_from(release: Release, model: str) -> Upstream:
     """The upstream source of a model in a release; raises UpstreamNotFound for an unknown model."""
     path = release.file_of(model)
     if path is None:
-        nearest = difflib.get_close_matches(model, release.known_models(), n=3, cutoff=0.3)
         raise UpstreamNotFound(
-            f"{release.origin} has no model '{model}'. Nearest: {', '.join(nearest) or 'none'}. "
+            f"{release.origin} has no model '{model}'. Nearest: {nearest([model], release.known_models(), 3, 0.3)}. "
             f"Looked for models/{model}/modeling_{model}.py and in the auto maps."
         )
     return load_file(release, path, model=model)

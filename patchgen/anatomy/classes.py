@@ -134,6 +134,10 @@ def arguments(call: ast.Call, names: Sequence[str]) -> dict[str | None, ast.expr
     return dict(zip(names, call.args, strict=False)) | {keyword.arg: keyword.value for keyword in call.keywords}
 
 
+def all_arguments(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
 def handed_to(call: ast.Call, names: Sequence[str], parameter: str) -> ast.expr | None:
     """The argument of a call for one of these parameters; `*args`, also for `**args`, if they may contain it; None if neither."""
     spread = next((i for i, arg in enumerate(call.args) if isinstance(arg, ast.Starred)), len(call.args))

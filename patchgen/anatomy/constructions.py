@@ -139,9 +139,7 @@ class Constructions:
 
     def _named(self, *code: ast.expr) -> set[str]:
         """The classes of the file that expressions name."""
-        return {
-            (self._anatomy.names.resolve(one) or "").removeprefix(".") for one in code
-        } & self._anatomy.classes.keys()
+        return {*map(self._anatomy.names.here, code)} & self._anatomy.classes.keys()
 
     def _table(self, node: ast.expr) -> list[ast.expr]:
         """The entries of a dict that the module assigns to a name, where the file looks them up and does not change them."""
@@ -199,8 +197,7 @@ class Constructions:
                 run = [[info.methods["__init__"] for info in infos if "__init__" in info.methods] for infos in after]
                 return [] if any(inits[:1] == [init] for inits in run) else None
             case ast.Attribute(base, "__init__"):
-                named = (anatomy.names.resolve(base) or "").removeprefix(".")
-                run = anatomy.method(named, "__init__") if named in anatomy.classes else None
+                run = anatomy.method(anatomy.names.here(base), "__init__")
                 return ["self"] if run and run[1] is init else None
         return None
 
@@ -252,10 +249,9 @@ class Constructions:
     ) -> Iterable[ast.expr | ast.stmt]:
         """The values of the attribute that `value` reads, if `part` is passed for its parameter; a config's attribute stays as it
         is: a caller chooses it."""
-        if isinstance(part, ast.Call):
-            name = (self._anatomy.names.resolve(part.func) or "").removeprefix(".")
-            if name in self._anatomy.classes and (held := self._anatomy.held(name, value.attr)):
-                return held
+        built = self._anatomy.names.here(getattr(part, "func", None))
+        if held := self._anatomy.held(built, value.attr):
+            return held
         if part in visited or is_of_config(value) or isinstance(part, ast.Constant):
             return ()  # None and the like have no such attribute
         if isinstance(part, ast.Starred):

@@ -110,13 +110,9 @@ def _reads_through_others(anatomy: Anatomy, info: ClassInfo, attribute: str) -> 
                     name == attribute and not own_attribute(node) and not is_of_config(node)
                 ):
                     held = anatomy.held(owner, own_attribute(of) or "")
-                    built = [
-                        anatomy.classes.get((anatomy.names.resolve(getattr(value, "func", None)) or "")[1:])
-                        for value in held
-                    ]
-                    if not built or any(
-                        built_class is None or info in anatomy.lineage(built_class.name) for built_class in built
-                    ):
+                    built = [anatomy.names.here(getattr(value, "func", None)) for value in held]
+                    is_other = [name in anatomy.classes and info not in anatomy.lineage(name) for name in built]
+                    if not is_other or not all(is_other):
                         yield node
 
 
@@ -145,7 +141,7 @@ def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
     (method,), (call, count) = methods.values(), built[list_places[0]]
     if not isinstance(call, ast.Call):
         raise Missed("experts that a call builds", call)
-    expert_class = (anatomy.names.resolve(call.func) or "").removeprefix(".")
+    expert_class = anatomy.names.here(call.func)
     gate, up, down, activation = _read_expert(anatomy, expert_class)
     beside: Sequence[ast.stmt] = branch_of(method.body, list_places[0]) if parts else []
     within = {id(n) for place in parts for s in branch_of(method.body, place) for n in ast.walk(s)}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from patchgen.anatomy import known
 from patchgen.anatomy.classes import (
     FunctionNode,
+    all_arguments,
     base_name,
     calls,
     loaded,
@@ -105,7 +106,7 @@ class Flow:
     def _call(self, call: ast.Call) -> Marks:
         function, name = call.func, self.anatomy.names.operation(call)
         attribute, callee = own_attribute(function), self.anatomy.called(self.owner, call)
-        operands = [self.value(part) for part in (*call.args, *(keyword.value for keyword in call.keywords))]
+        operands = [*map(self.value, all_arguments(call))]
         if callee is not None and callee not in self._running:
             return self.run(callee, handed(call, operands, callee))
         if attribute is not None:

@@ -97,7 +97,7 @@ class Anatomy:
         for child in walk(node):
             if hasattr(child, "lineno"):
                 vars(child)["lineno"] = 0
-        self.names = Names([statement for block in module for statement in block.statements], self.upstream.base_of)
+        self.names = Names(module.statements, self.upstream.base_of)
         known = self.classes[name].roles if name in self.classes else {}  # a pass may have rewritten it
         self.classes[name] = describe(node, {*self.classes, name}, self.names.resolve)
         self.orders.clear()
@@ -122,7 +122,7 @@ class Anatomy:
         """The method of `owner`, or function of this file, that a call in the code of `owner` runs; None for any other."""
         if method := self.method(owner, own_attribute(call.func) or ""):
             return method[1]
-        return self.functions.get((self.names.resolve(call.func) or "").removeprefix("."))
+        return self.functions.get(self.names.here(call.func))
 
     def attribute(self, name: str, attribute: str) -> ast.expr | None:
         """What __init__ assigns to `self.<attribute>`, ancestors included."""

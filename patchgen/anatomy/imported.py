@@ -128,8 +128,7 @@ def _read(release: Release, path: str) -> Module:
 @functools.lru_cache(maxsize=64)
 def library_names(module: Module, name: str) -> Names:
     """The names of a module of transformers, to resolve them."""
-    statements = [statement for block in module for statement in block.statements]
-    return Names(statements, lambda level: name.split(".")[:-level])
+    return Names(module.statements, lambda level: name.split(".")[:-level])
 
 
 def library_function(anatomy: Anatomy, meaning: str | None) -> FunctionNode | None:

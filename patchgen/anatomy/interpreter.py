@@ -28,7 +28,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from patchgen.anatomy.classes import FunctionNode, arguments, own_attribute, parameter_names, stored
+from patchgen.anatomy.classes import FunctionNode, all_arguments, arguments, own_attribute, parameter_names, stored
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.operations import FUNCTIONS, METHODS, OPERATORS, Term, bound, operation
@@ -365,8 +365,8 @@ class Interpreter:
 
     def _call(self, node: ast.Call) -> Term | None:
         resolved, attribute = self._resolve(node.func), own_attribute(node.func)
-        if resolved.startswith(".") and resolved[1:] in self._anatomy.names.functions:
-            return self._in_place(self._anatomy.names.functions[resolved[1:]], "", node)
+        if function := self._anatomy.names.functions.get(self._anatomy.names.here(node.func, self._local)):
+            return self._in_place(function, "", node)
         if attribute:
             return self._own(attribute, node)
         callee = self.values.get(node.func.id) if isinstance(node.func, ast.Name) else None
@@ -384,7 +384,7 @@ class Interpreter:
         """`self.<attribute>(...)`: a method is run inline, but with a projection, or half of one, as its argument a plain call."""
         held = self._anatomy.held(self._owner, attribute)
         methods = [value for value in held if isinstance(value, FunctionNode)]
-        given = [self.value(arg) for arg in (*node.args, *(k.value for k in node.keywords))]
+        given = [*map(self.value, all_arguments(node))]
         if len(methods) == 1 and (len(given) != 1 or given[0][0] not in ("linear", "half")):
             return self._in_place(methods[0], self._owner, node)
         return ("call", attribute, given[0]) if len(given) == 1 and attribute != self._experts else None

@@ -124,6 +124,11 @@ class Names:
             return self._known[node.id]
         return f"builtins.{node.id}" if hasattr(builtins, node.id) and "*" not in self._known else None
 
+    def here(self, node: ast.AST | None, local: Container[str] = ()) -> str:
+        """The name, in this file, of what it defines and an expression refers to; "" for anything else."""
+        meaning = self.resolve(node, local) or ""
+        return meaning[1:] if meaning.startswith(".") else ""
+
     def is_upstream(self, node: ast.AST | None, name: str, local: Container[str] = ()) -> bool:
         """Whether an expression, or the function that it calls, is something of this name in transformers."""
         meaning = self.resolve(node.func if isinstance(node, ast.Call) else node, local) or ""

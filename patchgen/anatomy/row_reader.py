@@ -10,6 +10,7 @@ from patchgen.anatomy import axes, known
 from patchgen.anatomy.axes import Layer, Mixed, Pieces, Result, Size, Value, has_rows, is_tensor, joined
 from patchgen.anatomy.classes import (
     FunctionNode,
+    all_arguments,
     arguments,
     base_name,
     calls,
@@ -298,13 +299,13 @@ class RowReader:
         if isinstance(function, ast.Subscript) and (modules := self._listed_modules(function.value)):
             return self._call_any(modules, call)
         if isinstance(function, ast.Name) and isinstance(self.values.get(function.id), Layer):
-            return self._known_result(map(self.value, (*call.args, *named.values())))
+            return self._known_result(map(self.value, all_arguments(call)))
         if attribute := own_attribute(function):
             return self.call_own(attribute, call) if self._passes_rows(call) else None
         if (base := self._inherited_module(function)) and self._passes_rows(call):
             return self._call_value(base, call)
-        if resolved.startswith(".") and resolved[1:] in self._anatomy.names.functions:
-            return self._call_function("", self._anatomy.names.functions[resolved[1:]], call)
+        if called := self._anatomy.names.functions.get(self._anatomy.names.here(function, self._local)):
+            return self._call_function("", called, call)
         if not resolved and isinstance(function, ast.Attribute) and has_rows(changed := self.value(function.value)):
             if is_tensor(changed) and f"torch.Tensor.{function.attr}" in self._known:
                 return self._known_result([changed])
@@ -316,7 +317,7 @@ class RowReader:
         if library in known.LIBRARIES:
             return self._call_operation(name, call, call.args, named)
         makes_number = resolved in known.NUMBERS or (library.startswith("transformers.") and name in UPSTREAM_NUMBERS)
-        if makes_number and self._are_sizes((*call.args, *named.values())):
+        if makes_number and self._are_sizes(all_arguments(call)):
             return Size("~")
         raise Mixed(call)
 
@@ -326,10 +327,8 @@ class RowReader:
 
     def _passes_rows(self, call: ast.Call) -> bool:
         """Whether an argument of a call has to do with rows."""
-        return any(
-            has_rows(self.value(arg.value if isinstance(arg, ast.Starred) else arg))
-            for arg in (*call.args, *(keyword.value for keyword in call.keywords))
-        )
+        values = (arg.value if isinstance(arg, ast.Starred) else arg for arg in all_arguments(call))
+        return any(has_rows(self.value(value)) for value in values)
 
     def _call_attention(self, call: ast.Call, named: dict[str | None, ast.expr]) -> Value:
         """transformers' attention interface: q, k, v `[1, heads, rows, dim]` to `[1, rows, heads, dim]` and weights."""
@@ -400,7 +399,7 @@ class RowReader:
             return self._call_function(self._owner, value, call)
         if handed := self._anatomy.handed(self._owner, value):
             return axes.any_of([self._call_value(part, call) for part in handed], call)
-        given = [self.value(arg) for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
+        given = [*map(self.value, all_arguments(call))]
         same = joined(given, call) if all(isinstance(value_given, str | None) for value_given in given) else None
         is_of_config = isinstance(value, ast.Attribute) and known.is_left_in_config(self._anatomy, value)
         if ast.unparse(value) == "None" or is_of_config:

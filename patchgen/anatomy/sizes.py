@@ -115,7 +115,7 @@ def _built_by(anatomy: Anatomy, owner: str, value: ast.AST) -> str | None:
     if not isinstance(value, ast.Call):
         return None
     chosen = {anatomy.target_of(build) for build in anatomy.auto_builds(owner) if build.code == ast.unparse(value)}
-    targets = chosen or {(anatomy.names.resolve(constructed(value)) or "").removeprefix(".")}
+    targets = chosen or {anatomy.names.here(constructed(value))}
     target = targets.pop() if len(targets) == 1 else None
     return target if target in anatomy.classes else None
 

@@ -11,6 +11,7 @@ from typing import TypeGuard
 from patchgen.anatomy import known
 from patchgen.anatomy.classes import (
     FunctionNode,
+    all_arguments,
     arguments,
     calls,
     defaults_of,
@@ -88,7 +89,7 @@ class StateChanges:
                 is_changed = any(
                     self._is_tensor(_state_of(target, aliases)) for target in _outputs(call, called is None)
                 )
-                if is_changed and reads(conditions, *call.args, *(keyword.value for keyword in call.keywords)):
+                if is_changed and reads(conditions, *all_arguments(call)):
                     yield ast.unparse(statement)
                 if called is not None:
                     yield from self._of_called(called, call, derived, aliases)
@@ -109,7 +110,7 @@ class StateChanges:
     def _of_called(
         self, function: FunctionNode, call: ast.Call, derived: set[str], aliases: dict[str, str]
     ) -> Iterator[str]:
-        names, values = parameter_names(function), [*call.args, *(one.value for one in call.keywords)]
+        names, values = parameter_names(function), all_arguments(call)
         given = {name: value for name, value in arguments(call, names).items() if name in names}
         if len(given) == len(values) and not any(isinstance(one, ast.Starred) for one in values):
             data = {name for name, value in given.items() if self._values_in(value) & derived}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import calls, dotted, walk
+from patchgen.anatomy.classes import calls, dotted
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.rewrite import LINE_LENGTH, Editor, format_code
@@ -47,8 +47,7 @@ class AbsoluteImports(Pass):
         for block in module:
             relative = [
                 node
-                for statement in block.statements
-                for node in walk(statement)
+                for node in block.nodes
                 if isinstance(node, ast.ImportFrom) and node.level and not _is_neighbour(node, neighbours)
             ]
             unnamed: list[ast.AST] = [node for node in relative if not base_of(node.level)]

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import ast
 import copy
-import difflib
 import functools
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import FunctionNode, is_list
-from patchgen.errors import ConfigError, PassMismatch
+from patchgen.errors import ConfigError, PassMismatch, nearest
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.passes.prune import without_mentions
 from patchgen.rewrite import Editor, format_code
@@ -138,7 +137,7 @@ class HandEdits(Pass):
         names = [b.name for b in module if b.name and isinstance(b.node, ast.ClassDef) == wants_class]
         raise PassMismatch(
             f"{_verb(edit)} wants the {kind} '{name}', which {module.path} does not have. "
-            f"Nearest: {', '.join(difflib.get_close_matches(name, names, n=3, cutoff=0.2)) or 'none'}."
+            f"Nearest: {nearest([name], names)}."
         )
 
     def _replaced(self, edit: ReplaceClass | ReplaceFunction, block: Block) -> Block:
@@ -160,10 +159,9 @@ class HandEdits(Pass):
             editor.append(edit.code)
             return editor.result
         if not times:
-            nearest = difflib.get_close_matches(method, methods, n=3, cutoff=0.2)
             raise PassMismatch(
                 f"{_verb(edit)} wants {edit.target}, which upstream does not have. Methods of {class_name} near it: "
-                f"{', '.join(nearest) or 'none'}. To add a method, use add_method."
+                f"{nearest([method], methods)}. To add a method, use add_method."
             )
         if isinstance(edit, EditMethod):
             self._edit(edit, editor, editor.function(method))
@@ -184,10 +182,9 @@ class HandEdits(Pass):
         hits = [node for node in ast.walk(function) if isinstance(node, ast.stmt) and same_structure(pattern[0], node)]
         if len(hits) != 1:
             lines = [editor.code(statement).splitlines()[0] for statement in function.body]
-            nearest = difflib.get_close_matches(edit.match.strip(), lines, n=2, cutoff=0.1)
             raise PassMismatch(
                 f"edit_method of {edit.target}: `{edit.match.strip()}` should stand there once and was found "
-                f"{len(hits)} times. Nearest: {' | '.join(nearest) or 'none'}."
+                f"{len(hits)} times. Nearest: {nearest([edit.match.strip()], lines, 2, 0.1, ' | ')}."
             )
         before = functools.partial(editor.above, at_top=True)
         {"before": before, "after": editor.below, "instead": editor.replace}[edit.where](hits[0], edit.code)

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Build
-from patchgen.anatomy.classes import CONSTRUCTORS, ClassInfo, auto_class, calls, walk
+from patchgen.anatomy.classes import CONSTRUCTORS, ClassInfo, auto_class, calls
 from patchgen.anatomy.imported import auto_classes_in, definition, imported_code
 from patchgen.anatomy.names import Names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
@@ -65,19 +65,13 @@ class LocalClasses(SitePass):
         ]
         if "Auto" not in module.text:
             return signs
-        names = Names([statement for block in module for statement in block.statements], anatomy.upstream.base_of)
+        names = Names(module.statements, anatomy.upstream.base_of)
         for block in module:
             known = {"from_pretrained", *(CONSTRUCTORS if isinstance(block.node, ast.ClassDef) else ())}
-            for statement in block.statements:
-                called = [call.func for call in calls(statement) if isinstance(call.func, ast.Attribute)]
-                handled = {id(function.value) for function in called if function.attr in known}
-                signs += [
-                    f"{block.name or f'line {block.line}'} uses {ast.unparse(node)}"
-                    for node in walk(statement)
-                    if isinstance(node, ast.Name | ast.Attribute)
-                    and id(node) not in handled
-                    and auto_class(names.resolve(node))
-                ]
+            called = [call.func for call in calls(*block.statements) if isinstance(call.func, ast.Attribute)]
+            handled = {function.value for function in called if function.attr in known}
+            read = [node for node in block.nodes if isinstance(node, ast.Name | ast.Attribute) and node not in handled]
+            signs += [f"{block.where} uses {ast.unparse(node)}" for node in read if auto_class(names.resolve(node))]
         return signs
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:

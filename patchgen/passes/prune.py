@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import ast
-import difflib
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import dotted, targets, walk
+from patchgen.anatomy.classes import dotted, targets
 from patchgen.anatomy.graph import references
-from patchgen.errors import PassMismatch
+from patchgen.errors import PassMismatch, nearest
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.rewrite import Editor
 from patchgen.source import Block, Module
@@ -59,10 +58,9 @@ class Prune(Pass):
         unknown = [root for root in roots if root not in defined]
         if unknown:
             models = [name for name in anatomy.classes if anatomy.is_model(name)]
-            nearest = [n for root in unknown for n in difflib.get_close_matches(root, models, n=3, cutoff=0.2)]
             raise PassMismatch(
                 f"The pass '{self.name}' misses the root(s) {', '.join(unknown)} in {anatomy.upstream.path}. "
-                f"Nearest model classes: {', '.join(nearest) or 'none'}.\n"
+                f"Nearest model classes: {nearest(unknown, models)}.\n"
                 "  to fix   correct `roots` or `heads` in the model's config, or leave them out: upstream's heads are the default."
             )
         kept_names = _reachable(module, roots)
@@ -133,13 +131,14 @@ def _unseen_references(kept_blocks: Sequence[Block], has_dropped: bool) -> list[
     """Notes on star imports and on lookups of module names by string, through which names may be used unseen."""
     notes: list[str] = []
     for block in kept_blocks:
-        where = block.name or f"line {block.line}"
-        for node in (node for statement in block.statements for node in walk(statement)):
+        for node in block.nodes:
             if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-                notes.append(f"{where}: `{ast.unparse(node)}` hides what it brings; unknown names are not looked for")
+                notes.append(
+                    f"{block.where}: `{ast.unparse(node)}` hides what it brings; unknown names are not looked for"
+                )
             elif has_dropped and _looks_up_by_string(node):
                 notes.append(
-                    f"{where} looks names up with `{ast.unparse(node)}`; one that was dropped is not seen here"
+                    f"{block.where} looks names up with `{ast.unparse(node)}`; one that was dropped is not seen here"
                 )
     return list(dict.fromkeys(notes))
 
@@ -160,9 +159,8 @@ def without_mentions(block: Block, gone: set[str]) -> Block:
     if not gone or not any(name in block.text for name in gone):
         return block
     editor = Editor(block)
-    nodes = [node for statement in block.statements for node in ast.walk(statement)]
     always_false: list[ast.expr] = []
-    for node in nodes:
+    for node in block.nodes:
         match node:
             case ast.Assign() | ast.AnnAssign() | ast.AugAssign() if (
                 node.value and dotted(targets(node)[0]) == "__all__"
@@ -187,7 +185,7 @@ def without_mentions(block: Block, gone: set[str]) -> Block:
                     editor.instead(kinds, " | ".join(kept_kinds))
     for node in always_false:  # for example in a larger test
         editor.instead(node, "False")
-    for node in nodes:
+    for node in block.nodes:
         if isinstance(node, ast.If) and node.test in always_false:
             editor.drop_branch(node)
     result = editor.result
@@ -198,7 +196,7 @@ def without_mentions(block: Block, gone: set[str]) -> Block:
 def _require_no_mention(block: Block, gone: set[str]) -> None:
     """Raises PassMismatch if a name in `gone` is left in `__all__` or in an isinstance check."""
     exports = "__all__" in block.text
-    for node in (node for statement in block.statements for node in ast.walk(statement)):
+    for node in block.nodes:
         match node:
             case ast.Call(ast.Name("isinstance"), [_, mentions]):
                 pass
