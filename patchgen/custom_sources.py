@@ -13,11 +13,6 @@ from patchgen.source import Module, bound_names
 from patchgen.upstream import Release, Upstream, open_release
 
 
-def collects_refusals(upstream: Upstream) -> bool:
-    """Whether all passes run before refusals are reported: for a file on disk, so that its author sees all of them."""
-    return upstream.version is None
-
-
 def combined_refusal(upstream: Upstream, config: ModelConfig, refusals: Sequence[PassMismatch]) -> PassMismatch:
     """The refusals of all passes as one error, with the config that skips these passes; a single refusal as it is."""
     if len(refusals) == 1:

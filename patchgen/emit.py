@@ -1,5 +1,6 @@
 """Turns rewritten blocks into a standalone file: imports, header, diff, and checks that every name is defined."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -129,8 +130,6 @@ def exported_names(module: Module) -> list[str]:
                 values += [statement.value] if statement.value else []
             case ast.Expr(ast.Call(ast.Attribute(ast.Name("__all__"), "extend" | "append"), added)):
                 values += added
-            case _:
-                pass
     return [name for value in values for name in _strings(value)]
 
 
@@ -142,8 +141,6 @@ def _strings(node: ast.expr) -> Iterator[str]:
             yield from (name for part in parts for name in _strings(part))
         case ast.BinOp(ast.List() | ast.Tuple() | ast.BinOp() as left, ast.Add(), right):
             yield from (*_strings(left), *_strings(right))
-        case _:
-            pass
 
 
 def check_parses(text: str, path: str) -> None:

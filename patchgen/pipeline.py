@@ -109,9 +109,9 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
         try:
             outcome = _apply(current, module, anatomy, config)
         except PassMismatch as error:
-            if not custom_sources.collects_refusals(anatomy.upstream):
+            if anatomy.upstream.version is not None:
                 raise
-            refusals.append(error)
+            refusals.append(error)  # the author of a file on disk sees all of them
             continue
         except Exception:
             if refusals:  # it may follow from an earlier refusal

@@ -411,18 +411,15 @@ def append_method(block: Block, code: str, mark: str) -> Block:
 def at_end(module: Module, code: str) -> Module:
     """The module with `code` added at its end, but above `__all__` if it has one."""
     position = next((i for i, block in enumerate(module) if "__all__" in block.binds), len(module.blocks))
-    new = Block(text=f"\n\n{format_code(code)}")
-    return module.with_blocks([*module.blocks[:position], new, *module.blocks[position:]])
+    return module.with_inserted(position, f"\n\n{format_code(code)}")
 
 
 def with_torch(module: Module) -> Module:
     """The module with imports of `torch` and `nn` added unless it binds these names."""
     bound = {name for block in module for name in block.binds}
     wanted = {"torch": "import torch\n", "nn": "from torch import nn\n"}
-    missing = [Block(text=line) for name, line in wanted.items() if name not in bound]
-    blocks = list(module.blocks)
-    first = next((i for i, block in enumerate(blocks) if block.is_import and "annotations" not in block.binds), 0)
-    return module.with_blocks([*blocks[:first], *missing, *blocks[first:]])
+    first = next((i for i, block in enumerate(module) if block.is_import and "annotations" not in block.binds), 0)
+    return module.with_inserted(first, *(line for name, line in wanted.items() if name not in bound))
 
 
 def wrap_calls(editor: Editor, code: ast.AST, wanted: Mapping[str, str], more: str = "") -> list[str]:

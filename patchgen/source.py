@@ -109,6 +109,11 @@ class Module:
         position = next(i for i, block in enumerate(self.blocks) if block is old)
         return replace(self, blocks=(*self.blocks[:position], *new, *self.blocks[position + 1 :]))
 
+    def with_inserted(self, position: int, *texts: str) -> Module:
+        """This module with blocks of these texts before the one at a position."""
+        new = (Block(text) for text in texts)
+        return self.with_blocks([*self.blocks[:position], *new, *self.blocks[position:]])
+
     def with_blocks(self, blocks: Iterable[Block]) -> Module:
         return replace(self, blocks=tuple(blocks))
 

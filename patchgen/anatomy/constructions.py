@@ -77,10 +77,8 @@ class Constructions:
             for value in info.attributes.values():  # rewritten by a pass since
                 if value not in seen:
                     yield Place(info.name, None), value
-        others = dict.fromkeys(s for statements in self._anatomy.names.statements.values() for s in statements)
-        for node in others:
-            if not isinstance(node, ast.ClassDef):
-                yield Place("", node if isinstance(node, FunctionNode) else None), node
+        for node in self._anatomy.names.outside_classes:
+            yield Place("", node if isinstance(node, FunctionNode) else None), node
 
     def _mentioned(self, place: Place, code: ast.AST) -> Iterator[tuple[str, ast.expr]]:
         """Each class that code may build: with its call, or as `*Name` where it is used in another way."""

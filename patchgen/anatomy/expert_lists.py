@@ -196,27 +196,15 @@ def branch_of(body: Sequence[ast.stmt], place: Place) -> Sequence[ast.stmt]:
 def _comprehension(anatomy: Anatomy, attribute: str, statement: ast.stmt) -> tuple[ast.expr, ast.expr]:
     """`(E(...), N)` of `nn.ModuleList([E(...) for _ in range(N)])`; for one rank's experts, E is `E(...) if <cond> else None`."""
     match statement:
-        case ast.Assign(
-            targets=[_],
-            value=ast.Call(
-                function,
-                [
-                    ast.ListComp(built, [ast.comprehension(ast.Name(number), ast.Call(numbers, [count]), [])])
-                    | ast.GeneratorExp(built, [ast.comprehension(ast.Name(number), ast.Call(numbers, [count]), [])])
-                ],
-            ),
-        ) if [*map(anatomy.names.resolve, (function, numbers))] == [LIST, "builtins.range"]:
-            pass
-        case _:
-            raise Missed(f"self.{attribute} = nn.ModuleList([Expert(...) for _ in range(N)])", statement)
-    match built:
-        case ast.IfExp(_, ast.Call(), ast.Constant(None)):
-            return built, count
-        case ast.Call() if not mentions(built, number):
-            return built, count
-    if isinstance(built, ast.Call):
-        raise Missed("experts that are built alike, whatever their number", statement)
-    return built, count
+        case ast.Assign([_], ast.Call(holder, [ast.ListComp(built, [loop]) | ast.GeneratorExp(built, [loop])])):
+            match loop:
+                case ast.comprehension(ast.Name(number), ast.Call(numbers, [count]), []) if (
+                    anatomy.names.resolve(holder) == LIST and anatomy.names.resolve(numbers) == "builtins.range"
+                ):
+                    if isinstance(built, ast.Call) and mentions(built, number):
+                        raise Missed("experts that are built alike, whatever their number", statement)
+                    return built, count
+    raise Missed(f"self.{attribute} = nn.ModuleList([Expert(...) for _ in range(N)])", statement)
 
 
 def _read_expert(anatomy: Anatomy, name: str) -> tuple[str, str, str, str]:
@@ -227,13 +215,9 @@ def _read_expert(anatomy: Anatomy, name: str) -> tuple[str, str, str, str]:
         raise Missed(form, name)
     x = ("value", parameter_names(forward[1])[0])
     match Interpreter(anatomy, name, forward[1], {x[1]: x}).run(forward[1].body):
-        case ("call", down, ("mul", ("call", act, ("call", gate, gate_input)), ("call", up, up_input))) if (
-            gate_input == up_input == x
-        ):
+        case ("call", down, ("mul", ("call", act, ("call", gate, in1)), ("call", up, in2))) if in1 == in2 == x:
             pass
-        case ("call", down, ("mul", ("call", up, up_input), ("call", act, ("call", gate, gate_input)))) if (
-            gate_input == up_input == x
-        ):
+        case ("call", down, ("mul", ("call", up, in2), ("call", act, ("call", gate, in1)))) if in1 == in2 == x:
             pass
         case _:
             raise Missed(form, forward[1])
@@ -280,9 +264,13 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
     place, body = places[0], branch_of(method.body, places[0])
     count_expressions = frozenset(num_experts_expressions(anatomy, info.name, experts.num_experts, attribute))
     values = {name: ("value", name, -1) for name in parameter_names(method)}
-    interpreter = Interpreter(
-        anatomy, info.name, method, values, count_expressions, attribute, constants=experts.constants)  # fmt: skip
-    terms_above = _run_above(interpreter, method.body, place, local_names(method))
+
+    def above_loop(without: Collection[int] = ()) -> tuple[Interpreter, dict[int, dict[str, Term]]]:
+        constants = experts.constants
+        started = Interpreter(anatomy, info.name, method, values, count_expressions, attribute, constants=constants)
+        return started, _run_above(started, method.body, place, local_names(method), without)
+
+    interpreter, terms_above = above_loop()
     above = dict(interpreter.values)
     loop = body[place[-1]]
     assert isinstance(loop, ast.For)
@@ -295,10 +283,7 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
             position, name, result = _combined(interpreter, body, place[-1])
             terms_above = {i: {n: term for n, term in terms.items() if n != name} for i, terms in terms_above.items()}
             gone = _superseded(body, {*range(place[-1], position + 1)}, terms_above, _below(method.body, place))
-            again = Interpreter(
-                anatomy, info.name, method, values, count_expressions, attribute, constants=experts.constants
-            )
-            _run_above(again, method.body, place, local_names(method), without=gone)
+            again, _ = above_loop(without=gone)
             _, *terms = result[1] if result[0] == "cast" else result
             hidden, index, weights = (_name_of(term, again.values, body[position]) for term in terms)
             dtype = (

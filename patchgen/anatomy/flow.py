@@ -255,14 +255,10 @@ class Rotary(Flow):
 
     def __init__(self, anatomy: Anatomy, owner: str) -> None:
         super().__init__(anatomy, owner)
-        lineage = list(anatomy.lineage(owner))
-        registered = [c for info in lineage for c in calls(info.node) if own_attribute(c.func) == "register_buffer"]
-        built = {name: call for info in lineage for name, call in info.built.items()}
-        buffer_calls = {name: call for name, call in built.items() if anatomy.is_a(call, "torch.nn.Buffer")}
-        self._buffers = known.buffers(anatomy, owner).keys()
-        self._has_buffers = bool(buffer_calls or registered)
-        read = {*loaded(*buffer_calls.values(), *registered)} - {"self", "config"}
-        nodes = (node for info in lineage for node in walk(info.node))
+        buffers = [*known.made_buffers(anatomy, owner)]
+        self._buffers, self._has_buffers = {name for name, _ in buffers}, bool(buffers)
+        read = {*loaded(*(value for _, given in buffers for value in given.values()))} - {"self", "config"}
+        nodes = (node for info in anatomy.lineage(owner) for node in walk(info.node))
         assigned = [node for node in nodes if isinstance(node, ast.Assign) and read & {*stored(node)}]
         self._makers = {own_attribute(call.func) for call in calls(*(node.value for node in assigned))}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import fnmatch
 import functools
 import re
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -29,7 +30,7 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.constructions import Constructions
 from patchgen.anatomy.names import Names
-from patchgen.anatomy.stores import Store, may_be_stored, stores_in, stores_of_class
+from patchgen.anatomy.stores import ANY, Store, stores_in, stores_of_class
 from patchgen.errors import PatchgenError
 from patchgen.source import Module
 from patchgen.upstream import AUTO_CLASS_MAPPINGS, SubConfig, Upstream
@@ -162,20 +163,16 @@ class Anatomy:
 
     @functools.cached_property
     def _stores(self) -> frozenset[Store]:
-        top = [
-            statement
-            for statements in self.names.statements.values()
-            for statement in statements
-            if not isinstance(statement, ast.ClassDef)
-            and not (isinstance(statement, FunctionNode) and is_setter(statement))
-        ]
-        inside = (store for info in self.classes.values() for store in stores_of_class(info, self.names))
-        return frozenset([*inside, *(store for node in top for store in stores_in(node, "", self.names))])
+        inside = [store for info in self.classes.values() for store in stores_of_class(info, self.names)]
+        code = [n for n in self.names.outside_classes if not (isinstance(n, FunctionNode) and is_setter(n))]
+        return frozenset([*inside, *(store for node in code for store in stores_in(node, "", self.names))])
 
     def is_stored_outside(self, attribute: str, family: Iterable[str] = ()) -> bool:
         """Whether code of the file may set the attribute, of an instance of these classes or of an object of unknown class,
         other than by `self.<attribute> = ...` in a method (see `stores`)."""
-        return may_be_stored(self._stores, attribute, family)
+        owners = {"", *family}
+        names = {name for owner, name in self._stores if owner in owners}
+        return attribute in names or any(fnmatch.fnmatchcase(attribute, name) for name in names if ANY in name)
 
     def builds(self, name: str) -> list[Build]:
         """What the `__init__` of the class constructs, its own or the one it inherits."""

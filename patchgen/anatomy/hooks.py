@@ -3,6 +3,7 @@
 A seam that computes what modules would compute does not call them, so it loses their hooks, and a forward set on an instance.
 """
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -13,30 +14,21 @@ from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 from patchgen.errors import Missed
 
-TENSOR_HOOKS = {  # of tensors and of nodes of the graph
-    "register_hook",
-    "register_prehook",
-    "register_post_accumulate_grad_hook",
-    "register_multi_grad_hook",
+# Hooks of tensors and of nodes of the graph, then of modules, with the attributes in which modules keep them.
+# fmt: off
+TENSOR_HOOKS = {
+    "register_hook", "register_prehook", "register_post_accumulate_grad_hook", "register_multi_grad_hook",
 }
 BACKWARD_HOOKS = {
-    "register_backward_hook",
-    "register_full_backward_hook",
-    "register_full_backward_pre_hook",
-    "register_module_backward_hook",
-    "register_module_full_backward_hook",
-    "register_module_full_backward_pre_hook",
-    "_backward_hooks",  # where a module keeps them
-    "_backward_pre_hooks",
+    "register_backward_hook", "register_full_backward_hook", "register_full_backward_pre_hook",
+    "register_module_backward_hook", "register_module_full_backward_hook", "register_module_full_backward_pre_hook",
+    "_backward_hooks", "_backward_pre_hooks",
 }
 FORWARD_HOOKS = {
-    "register_forward_hook",
-    "register_forward_pre_hook",
-    "register_module_forward_hook",
-    "register_module_forward_pre_hook",
-    "_forward_hooks",
-    "_forward_pre_hooks",
+    "register_forward_hook", "register_forward_pre_hook", "register_module_forward_hook",
+    "register_module_forward_pre_hook", "_forward_hooks", "_forward_pre_hooks",
 }
+# fmt: on
 REPARAMETRIZED = tuple(f"torch.nn.utils.{name}" for name in ("parametri", "weight_norm", "spectral_norm", "prune"))
 CALLED = ("forward", "__call__", "_call_impl", "__class__")  # what a call of a module runs
 GRADIENT_HOOKS = TENSOR_HOOKS | BACKWARD_HOOKS
@@ -44,9 +36,7 @@ MODULE_HOOKS = BACKWARD_HOOKS | FORWARD_HOOKS
 
 
 def outside_classes(anatomy: Anatomy) -> list[ast.stmt]:
-    """The statements of the file but its classes."""
-    statements = [node for statements in anatomy.names.statements.values() for node in statements]
-    return [node for node in dict.fromkeys(statements) if not isinstance(node, ast.ClassDef)]
+    return anatomy.names.outside_classes
 
 
 def require_plain_calls(owner: str, what: str, anatomy: Anatomy) -> None:
@@ -69,7 +59,7 @@ def added_hooks(owner: str, anatomy: Anatomy, kinds: Collection[str]) -> Iterato
     module or tensor that is is unknown.
     """
     family = [info.name for info in anatomy.family(owner)]
-    for code in outside_classes(anatomy):
+    for code in anatomy.names.outside_classes:
         yield from hooks(code, anatomy, kinds)
     for name, info in anatomy.classes.items():
         yield from hooks(info.node, anatomy, kinds, but_on_self=name not in family)
@@ -85,7 +75,7 @@ def require_plain_weights(owner: str, what: str, anatomy: Anatomy) -> None:
     others = anatomy.classes.keys() - near.keys()
     computing = {name for name in others if _computes_weights(anatomy.classes[name].node, anatomy)}
     helpers = {name for name in others if computing & anatomy.reached_from([name])}
-    found = [node for code in outside_classes(anatomy) for node in _computes_weights(code, anatomy, helpers)]
+    found = [node for code in anatomy.names.outside_classes for node in _computes_weights(code, anatomy, helpers)]
     for info in near.values():
         found += _computes_weights(info.node, anatomy)
         found += [call for method in info.methods.values() for call in _gives_more(method, helpers)]
@@ -129,5 +119,3 @@ def hooks(code: ast.AST, anatomy: Anatomy, kinds: Collection[str], *, but_on_sel
                     yield ast.unparse(called.get(node, node))
             case ast.Constant(str(name)) if name in kinds:  # by `getattr`
                 yield name
-            case _:
-                pass

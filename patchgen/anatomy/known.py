@@ -1,8 +1,10 @@
 """Tables of torch's operations and modules, and which attributes are numbers from the config."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 from patchgen.anatomy.classes import arguments, assigned_to, calls, defaults_of, own_attribute, walk
 from patchgen.anatomy.graph import Anatomy
@@ -52,8 +54,6 @@ def _is_number(value: ast.AST, anatomy: Anatomy, owner: str, visited: frozenset[
         match parts:
             case [holder, ast.Constant(str(name)), *defaults] if meaning == "builtins.getattr":
                 parts = [ast.Attribute(holder, name, ast.Load()), *defaults]
-            case _:
-                pass
         return meaning in NUMBERS and all(_is_number(part, anatomy, owner, visited) for part in parts)
     if isinstance(value, ast.Subscript):
         return _is_number(value.value, anatomy, owner, visited)
@@ -102,8 +102,7 @@ def is_matrix(anatomy: Anatomy, owner: str, factor: ast.AST) -> bool:
             return bool(held) and all(anatomy.is_a(value, *MATRIX_MODULES) for value in held)
         case ast.Attribute(inner, "T" | "mT") | ast.Call(ast.Attribute(inner, "t" | "transpose" | "to")):
             return is_matrix(anatomy, owner, inner)
-        case _:
-            return False
+    return False
 
 
 def _is_made_of_two_sizes(anatomy: Anatomy, value: ast.AST) -> bool:
@@ -112,8 +111,7 @@ def _is_made_of_two_sizes(anatomy: Anatomy, value: ast.AST) -> bool:
         case ast.Call(parameter, [ast.Call(maker, [_, _])]):
             meanings = (anatomy.names.resolve(parameter), anatomy.names.resolve(maker))
             return meanings[0] == "torch.nn.Parameter" and meanings[1] in MAKERS
-        case _:
-            return False
+    return False
 
 
 def is_left_in_config(anatomy: Anatomy, value: ast.AST) -> bool:
@@ -134,16 +132,20 @@ def buffers(anatomy: Anatomy, owner: str) -> dict[str, bool]:
     """Attribute -> whether checkpoints keep it, of the buffers that a class and its ancestors make by `nn.Buffer` or
     `register_buffer`."""
     persistent_of: dict[str, bool] = {}
-    for info in anatomy.lineage(owner):
-        buffer_arguments = [
-            (name, arguments(call, ("data",)))
-            for name, call in info.built.items()
-            if anatomy.is_a(call, "torch.nn.Buffer")
-        ]
-        for call in calls(info.node):
-            given = arguments(call, ("name", "tensor", "persistent"))
-            if own_attribute(call.func) == "register_buffer" and isinstance(given.get("name"), ast.Constant):
-                buffer_arguments.append((ast.literal_eval(given["name"]), given))
-        for name, given in buffer_arguments:
+    for name, given in made_buffers(anatomy, owner):
+        if name is not None:
             persistent_of.setdefault(name, "persistent" not in given or ast.unparse(given["persistent"]) != "False")
     return persistent_of
+
+
+def made_buffers(anatomy: Anatomy, owner: str) -> Iterator[tuple[str | None, dict[str | None, ast.expr]]]:
+    """Each such buffer: its attribute, None for a computed name, and the arguments of the call."""
+    for info in anatomy.lineage(owner):
+        for attribute, call in info.built.items():
+            if anatomy.is_a(call, "torch.nn.Buffer"):
+                yield attribute, arguments(call, ("data",))
+        for call in calls(info.node):
+            if own_attribute(call.func) == "register_buffer":
+                given = arguments(call, ("name", "tensor", "persistent"))
+                name = given.get("name")
+                yield str(name.value) if isinstance(name, ast.Constant) else None, given

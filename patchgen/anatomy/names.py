@@ -89,6 +89,12 @@ class Names:
         alone = {n for n in defined if all(isinstance(s, FunctionNode) for s in self.statements[n])}
         self.functions = {n: f for n, f in defined.items() if n in alone and not self.is_wrapped(f)}
 
+    @functools.cached_property
+    def outside_classes(self) -> list[ast.stmt]:
+        """The statements that define or change a name of the module, but its classes."""
+        listed = dict.fromkeys(statement for statements in self.statements.values() for statement in statements)
+        return [statement for statement in listed if not isinstance(statement, ast.ClassDef)]
+
     def is_wrapped(self, function: FunctionNode) -> bool:
         """Whether a decorator that is not transformers', torch's or a builtin may wrap the function in other code."""
         meanings = [self.resolve(getattr(node, "func", node)) or "" for node in function.decorator_list]

@@ -9,7 +9,6 @@ A computed name is represented by a pattern: `*_norm` for `f"{kind}_norm"`, `*` 
 from __future__ import annotations
 
 import ast
-import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
 
 from patchgen.anatomy.classes import (
@@ -137,10 +136,3 @@ def _pattern(name: ast.AST | None, texts: Mapping[str, ast.expr]) -> str:
         case ast.Name(local) if isinstance(value := texts.get(local), ast.Constant):
             return _pattern(value, {})
     return ANY
-
-
-def may_be_stored(stores: Iterable[Store], attribute: str, family: Iterable[str]) -> bool:
-    """Whether one of the stores may be to this attribute of an instance of the classes in `family`."""
-    owners = {"", *family}
-    own = {name for owner, name in stores if owner in owners}
-    return attribute in own or any(fnmatch.fnmatchcase(attribute, name) for name in own if ANY in name)

@@ -127,12 +127,10 @@ class FusedOps(SitePass):
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         if site.name == site.block:
-            return self._rotary(block, site, anatomy)
+            names = normal_form(anatomy.functions[site.name]).parameters
+            return self._first(block, site.name, "rotary", f"ops.rotary({', '.join(names)})")
         call = _norm_call(anatomy, site.block) if Role.NORM in anatomy.classes[site.block].roles else None
-        if call is not None:
-            code = f'if ops.serves("rms_norm"):\n    return {call}\n'
-            return Rewritten(insert_first(block, "forward", code, self.mark), "rms_norm seam")
-        return self._swiglu(block, site, anatomy)
+        return self._first(block, "forward", "rms_norm", call) if call else self._swiglu(block, site, anatomy)
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         classes = anatomy.still_in(module)
@@ -150,10 +148,10 @@ class FusedOps(SitePass):
             *_elsewhere(anatomy, module),
         ]
 
-    def _rotary(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        names = normal_form(anatomy.functions[site.name]).parameters
-        code = f'if ops.serves("rotary"):\n    return ops.rotary({", ".join(names)})\n'
-        return Rewritten(insert_first(block, site.name, code, self.mark), "rotary seam")
+    def _first(self, block: Block, function: str, seam: str, call: str) -> Rewritten:
+        """Inserts a seam at the top of a function, which stays below it as the eager path."""
+        code = f'if ops.serves("{seam}"):\n    return {call}\n'
+        return Rewritten(insert_first(block, function, code, self.mark), f"{seam} seam")
 
     def _swiglu(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         editor = Editor(block, self.mark)

@@ -114,8 +114,7 @@ class HandEdits(Pass):
     def _apply(self, edit: Edit, module: Module) -> Module:
         if isinstance(edit, AddImport):
             position = max((i + 1 for i, block in enumerate(module.blocks) if block.is_import), default=0)
-            new = Block(text=f"# {self.mark}\n{edit.code.strip()}\n")
-            return module.with_blocks([*module.blocks[:position], new, *module.blocks[position:]])
+            return module.with_inserted(position, f"# {self.mark}\n{edit.code.strip()}\n")
         block = self._block(edit, module)
         if isinstance(edit, Drop):
             remaining_blocks = module.swap(block)
