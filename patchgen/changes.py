@@ -73,11 +73,7 @@ class _Apply(cst.CSTTransformer):
 
 
 def visited(part: Part, changes: Changes) -> str:
-    """The text of `part` after `changes`.
-
-    Raises:
-        Missed: libcst rejects a change, as in `rewrite.Editor.result`; names the statement.
-    """
+    """The text of `part` after `changes`. Raises Missed, which names the statement, if libcst rejects a change."""
     found = part.places
     try:
         return part.visited(_Apply(changes, found))

@@ -40,12 +40,8 @@ def config_path(upstream: Upstream) -> str:
 
 
 def check_imports(module: Module, upstream: Upstream) -> None:
-    """Refuses a file on disk whose generated form would import something that does not exist.
-
-    Raises:
-        ConfigError: lists every such top-level import: missing modules beside the file, and names that the installed
-            transformers does not have.
-    """
+    """Raises ConfigError if the generated form of a file on disk would import, at its top level, modules that are not beside
+    it, or names that the installed transformers does not have."""
     if upstream.version is not None or upstream.module.startswith("transformers."):
         return
     package_prefix = f"{upstream.package}."

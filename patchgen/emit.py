@@ -33,8 +33,7 @@ def with_imports(module: Module, upstream: Upstream) -> Module:
 
     Imports of `__future__`, imports that a pass or hand edit added, and those marked `# noqa: F401` stay unchanged.
 
-    Raises:
-        EmissionError: the file binds the name `ops` itself.
+    Raises EmissionError if the file binds the name `ops` itself.
     """
     binding = next((b for b in module if "ops" in b.binds), None)
     if binding is not None and ast.unparse(binding.node) != OPS_IMPORT.strip():
@@ -144,11 +143,8 @@ def _strings(node: ast.expr) -> Iterator[str]:
 
 
 def check_parses(text: str, path: str) -> None:
-    """Checks that generated text is valid Python; `path` is upstream's file, for the message.
-
-    Raises:
-        EmissionError: with the line.
-    """
+    """Checks that generated text is valid Python; `path` is upstream's file, for the message. Raises EmissionError,
+    with the line, if not."""
     try:
         ast.parse(text)
     except SyntaxError as error:
@@ -159,11 +155,8 @@ def check_parses(text: str, path: str) -> None:
 
 
 def check_stands_alone(module: Module) -> None:
-    """Checks that the module defines or imports every name it uses; skipped if it has a top-level star import.
-
-    Raises:
-        EmissionError: lists the undefined names and where they are used; or the text is not Python.
-    """
+    """Checks that the module defines or imports every name it uses; skipped if it has a top-level star import. Raises
+    EmissionError, with all undefined names, if not."""
     check_parses(module.text, module.path)
     tree = ast.parse(module.text)
     if any(isinstance(s, ast.ImportFrom) and s.names[0].name == "*" for s in tree.body):
@@ -234,11 +227,8 @@ def diff(
     """The unified diff against upstream without the dropped symbols, which are listed by name at its top.
 
     Args:
-        before: upstream's text without what was dropped.
+        before: upstream's text without what was dropped; each line has its number in upstream's file in `before_lines`.
         after: the generated text without our record in the header.
-        dropped: the names of dropped classes and functions.
-        roots: the classes that the file was generated for.
-        before_lines: for each line of `before`, its number in upstream's file.
         root: the folder of generated models, as the diff names it.
     """
     head = render(

@@ -90,11 +90,8 @@ def _files(upstream: Upstream, text: str, diff: str) -> dict[str, str]:
 def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config: ModelConfig) -> list[Step]:
     """Runs passes in order and checks each against the hits that the config expects; recomputes the anatomy after hand edits.
 
-    Raises:
-        PassMismatch: a pass refuses, or has another number of hits than the config expects; for a file on disk, all such
-            refusals in one error.
-        ConfigError: the config expects hits of an unknown pass.
-        PatchgenError: a class that stays gives the name `self` to something else.
+    Raises PassMismatch for what passes refuse and for other numbers of hits, for a file on disk once for all passes; and
+    ConfigError if the config expects hits of an unknown pass.
     """
     for name in config.expect:
         if pass_named(name) is None:
@@ -178,12 +175,10 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Seque
     """Generates one model in memory.
 
     Args:
-        upstream: the source.
         config: the model's settings; by default those of its file in `model_configs`, or beside a file on disk, if any.
         heads: the classes to generate for, instead of those that the config or upstream's auto maps name.
 
-    Raises:
-        PatchgenError: the source does not parse, a pass refuses, the config does not fit, or the result is not standalone.
+    Raises PatchgenError if the source does not parse, a pass refuses, the config does not fit, or the result is not standalone.
     """
     config_file = Path(upstream.config_file) if upstream.config_file else None
     config = (config or config_for(upstream.model, config_file)).for_heads(heads)
@@ -220,15 +215,8 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Seque
 def generate_whole(
     upstream: Upstream, has: Callable[[str], bool] = lambda name: False, heads: Sequence[str] = ()
 ) -> list[Generated]:
-    """Generates a model and the models of other files that it builds by default (`Generated.parts`), recursively.
-
-    Args:
-        has: whether a part, by name, exists already and is not generated.
-        heads: of the first model, as in `generate`.
-
-    Raises:
-        PatchgenError: as `generate`, for any of them.
-    """
+    """Generates a model, for these heads as `generate` does, and the models of other files that it builds by default
+    (`Generated.parts`), recursively; without a part that, by name, exists already (`has`)."""
     generated, release = [generate(upstream, heads=heads)], upstream.release
     if release is None:  # a file on disk has no parts: they are found in a release
         return generated
@@ -239,11 +227,8 @@ def generate_whole(
 
 
 def _mark_asked_heads(heads: Sequence[str], anatomy: Anatomy) -> None:
-    """Gives the requested heads `Role.ASKED`.
-
-    Raises:
-        ConfigError: one is not a model of this file, or cannot be trained and proven.
-    """
+    """Gives the requested heads `Role.ASKED`. Raises ConfigError if one is not a model of this file, or cannot be
+    trained and proven."""
     if not heads:
         return
     release, models = anatomy.upstream.release, [name for name in anatomy.classes if anatomy.is_model(name)]

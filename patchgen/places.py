@@ -55,11 +55,7 @@ class Part:
 
     @functools.cached_property
     def places(self) -> Places:
-        """The nodes of the part.
-
-        Raises:
-            Missed: libcst cannot parse it separately.
-        """
+        """The nodes of the part. Raises Missed if libcst cannot parse it separately."""
         try:
             return places(self.before + self.text + self.after)
         except cst.ParserSyntaxError as error:
@@ -71,11 +67,7 @@ class Part:
         return start + shift, end + shift
 
     def visited(self, transformer: cst.CSTTransformer) -> str:
-        """The text after a transformation.
-
-        Raises:
-            ValueError: it changed `before` or `after`.
-        """
+        """The text after a transformation. Raises ValueError if it changed `before` or `after`."""
         code = self.places.tree.visit(transformer).code
         if not code.startswith(self.before) or not code.endswith(self.after):
             raise ValueError(f"a change beside the class or member that it was made for: {code}")
@@ -122,11 +114,7 @@ class _Spans(CodegenState):
 
 
 def places(text: str) -> Places:
-    """Parses a module's code.
-
-    Raises:
-        libcst.ParserSyntaxError: libcst cannot parse it.
-    """
+    """Parses a module's code. Raises libcst's ParserSyntaxError if it is not Python."""
     tree = cst.parse_module(text)
     tree._codegen(recorder := _Spans(tree))  # pyright: ignore[reportPrivateUsage]  # as libcst's own position providers
     found, spans = Places(tree, parents=recorder.parents), recorder.spans

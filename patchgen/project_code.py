@@ -17,11 +17,8 @@ from patchgen.runtime import project
 
 
 def current_project(start: Path | None = None) -> project.Project | None:
-    """The project that a folder belongs to, by default the working directory; None if it belongs to none.
-
-    Raises:
-        ConfigError: its patchgen.toml is not TOML, or has an invalid key or value.
-    """
+    """The project that a folder belongs to, by default the working directory; None if it belongs to none. Raises
+    ConfigError if its patchgen.toml is not TOML, or has an invalid key or value."""
     try:
         return project.find(start)
     except ValueError as error:
@@ -29,14 +26,8 @@ def current_project(start: Path | None = None) -> project.Project | None:
 
 
 def refuse_installed_package(folder: Path, what: str) -> None:
-    """Refuses to write into an installed package, where the next installation would delete the files.
-
-    Args:
-        what: what would be written, for the message.
-
-    Raises:
-        ConfigError: `folder` is in the installed package.
-    """
+    """Raises ConfigError if a folder, for `what` would be written, is in the installed package, where the next
+    installation would delete the files."""
     package = Path(__file__).parent
     if folder.is_relative_to(package) and not (package.parent / "pyproject.toml").is_file():
         raise ConfigError(
@@ -48,9 +39,8 @@ def refuse_installed_package(folder: Path, what: str) -> None:
 def with_project_passes(kinds: Sequence[type[Pass]]) -> tuple[type[Pass], ...]:
     """The passes with those of the project inserted, each before the one that its `before` names.
 
-    Raises:
-        ConfigError: a file is missing, cannot be imported or defines no complete pass; a pass's name is taken, or its `before`
-            names no pass.
+    Raises ConfigError if a file is missing, cannot be imported or defines no complete pass, or a pass's name is taken, or its
+    `before` names no pass.
     """
     passes = list(kinds)
     for kind in _project_passes():
@@ -101,11 +91,8 @@ def _project_passes() -> list[type[Pass]]:
 
 
 def load(file: Path) -> ModuleType:
-    """The module of a file outside the package; executed again only if the file has changed.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
+    """The module of a file outside the package; executed again only if the file has changed. Raises ConfigError if it
+    cannot be imported."""
     return _load(file.resolve(), file.read_bytes())
 
 

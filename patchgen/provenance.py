@@ -70,12 +70,9 @@ def record(
     """The text of `provenance.json`, which depends on neither time nor machine.
 
     Args:
-        steps: the passes as they ran.
-        roots: the classes that the file was generated for.
-        dropped: the names of dropped classes and functions.
+        roots, dropped: the classes that the file was generated for, and what they do not reach.
         files: file name -> text of generated and copied files, the modeling file first.
-        config: the model's config. The record has hashes of the targets of its hand edits, and its heads; without any, the
-            roots that are causal heads, or else all roots.
+        config: the record has its heads; without any, the roots that are causal heads, or else all roots.
         asked: the heads that were given on the command line.
     """
     anatomy, before, module = steps[-1].anatomy, steps[0].before, steps[-1].outcome.module
@@ -160,11 +157,7 @@ def _passes_of(steps: Sequence[Step], module: Module, anatomy: Anatomy) -> dict[
 
 
 def read(directory: Path) -> Provenance:
-    """The record in a folder of `generated_models`.
-
-    Raises:
-        StaleFile: there is none, or it is not JSON.
-    """
+    """The record in a folder of `generated_models`. Raises StaleFile if there is none, or it is not JSON."""
     path = directory / "provenance.json"
     if not path.is_file():
         raise StaleFile(f"{directory} holds no generated model: there is no provenance.json.")
@@ -221,11 +214,7 @@ def drifted_edits(directory: Path, generated: Generated) -> list[str]:
 
 
 def refuse_drifted_edits(directory: Path, generated: Generated, reviewed: Collection[str] = ()) -> None:
-    """Refuses hand edits whose targets changed upstream, but for the targets in `reviewed`.
-
-    Raises:
-        StaleFile: lists the targets and what to do.
-    """
+    """Raises StaleFile if targets of hand edits changed upstream, but for the targets in `reviewed`."""
     drifted = [target for target in drifted_edits(directory, generated) if target not in reviewed]
     if drifted:
         raise StaleFile(
@@ -241,13 +230,8 @@ def refuse_drifted_edits(directory: Path, generated: Generated, reviewed: Collec
 def write(generated: Generated, directory: Path, *, force: bool = False, reviewed: Collection[str] = ()) -> list[Path]:
     """Writes the files of a generated model, under a lock on the folder; returns the paths that changed.
 
-    Args:
-        force: overwrite files that were edited manually or have no record, and an unreadable record.
-        reviewed: targets of hand edits that were compared with the new upstream.
-
-    Raises:
-        StaleFile: without `force`, a file was edited manually or has no record, or the record is unreadable; or the target of
-            a hand edit has changed and is not in `reviewed`.
+    Raises StaleFile if a file was edited manually or has no record, or the record is unreadable, unless `force`; and if the
+    target of a hand edit has changed and is not in `reviewed`, the targets that were compared with the new upstream.
     """
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory, os.O_RDONLY)

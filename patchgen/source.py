@@ -90,11 +90,8 @@ class Module:
         return [statement for block in self.blocks for statement in block.statements]
 
     def block(self, name: str) -> Block:
-        """The class or function block of that name; of several the last one, as in Python.
-
-        Raises:
-            KeyError: there is none.
-        """
+        """The class or function block of that name; of several the last one, as in Python. Raises KeyError if there is
+        none."""
         return self._named[name]
 
     def has(self, name: str) -> bool:
@@ -120,10 +117,7 @@ class Module:
 
 def parse(text: str, path: str = "<source>") -> Module:
     """Divides a source text into blocks. Line endings become LF, the last line gets one, a byte order mark is dropped.
-
-    Raises:
-        SourceSyntaxError: with file, line and column.
-    """
+    Raises SourceSyntaxError, with file, line and column, if it is not Python."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     if text and not text.endswith("\n"):
         text += "\n"

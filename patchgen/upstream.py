@@ -176,11 +176,8 @@ class Release:
 
 @functools.lru_cache(maxsize=8)
 def open_release(version: str | None = None) -> Release:
-    """The installed release, or that of `version`: from the cache of wheels, or downloaded into it.
-
-    Raises:
-        UpstreamNotFound: transformers is not installed, the wheel is unavailable, or it is not a zip file.
-    """
+    """The installed release, or that of `version`: from the cache of wheels, or downloaded into it. Raises
+    UpstreamNotFound if transformers is not installed, the wheel is unavailable, or it is not a zip file."""
     present = installed_version()
     wanted = present if version is None else version
     if wanted is None:
@@ -210,10 +207,8 @@ def load(model: str, version: str | None = None, source: Path | None = None, con
         source: a modeling file on disk, or a folder with one, instead of a release.
         config: the file with the `CONFIG` of `source`; by default `patchgen_<model>.py` beside it, if there is one.
 
-    Raises:
-        ConfigError: both a release and a source were named, or a config without a source.
-        SourceSyntaxError: the file on disk is not UTF-8.
-        UpstreamNotFound: the model is unknown (with the nearest names), the file is missing, or the wheel unavailable.
+    Raises ConfigError if these contradict each other, SourceSyntaxError if the file is not UTF-8, and UpstreamNotFound if the
+    model is unknown, the file missing or the wheel unavailable.
     """
     if source is not None and version is not None:
         raise ConfigError(
@@ -272,11 +267,8 @@ def _heads(release: Release, model: str, configs: dict[str, ConfigClass], text: 
 
 
 def name_of(source: Path) -> str:
-    """The model name of a modeling file on disk, or of the only one in a folder: x for `modeling_x.py`.
-
-    Raises:
-        UpstreamNotFound: there is no such file, or the folder has none or several.
-    """
+    """The model name of a modeling file on disk, or of the only one in a folder: x for `modeling_x.py`. Raises
+    UpstreamNotFound if there is no such file, or the folder has none or several."""
     return _modeling_file(None, Path(source)).stem.removeprefix("modeling_")
 
 
@@ -341,11 +333,8 @@ def absolute_module(node: ast.ImportFrom, base: list[str]) -> str:
 
 
 def _with_absolute_imports(text: str, model: str, path: Path) -> str:
-    """The text of a file that is copied: relative imports from outside its folder become absolute ones of transformers.
-
-    Raises:
-        SourceSyntaxError: an import starts outside transformers.
-    """
+    """The text of a file that is copied: relative imports from outside its folder become absolute ones of
+    transformers. Raises SourceSyntaxError if an import starts outside transformers."""
     try:
         tree = ast.parse(text)
     except SyntaxError:

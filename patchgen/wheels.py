@@ -28,11 +28,8 @@ def cache_directory() -> Path:
 
 
 def cached_wheel(version: str) -> Path:
-    """The wheel of a release, downloaded into the cache on first use; safe for concurrent runs.
-
-    Raises:
-        UpstreamNotFound: `version` is not a version, or its wheel cannot be downloaded.
-    """
+    """The wheel of a release, downloaded into the cache on first use; safe for concurrent runs. Raises
+    UpstreamNotFound if `version` is not a version, or its wheel cannot be downloaded."""
     if not re.fullmatch(r"\d+(\.\w+)*", version):
         raise UpstreamNotFound(f"'{version}' is not a version of transformers. To fix: give one such as 5.17.0.")
     cache = cache_directory()

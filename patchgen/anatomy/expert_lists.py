@@ -76,11 +76,8 @@ class ExpertLoop:
 
 
 def read_expert_list(anatomy: Anatomy, info: ClassInfo) -> tuple[ExpertList, list[ExpertLoop]]:
-    """Reads the list of experts that a class builds, and the loops in its methods that run them.
-
-    Raises:
-        Missed: one of them has an unknown form, or other code uses the list.
-    """
+    """Reads the list of experts that a class builds, and the loops in its methods that run them. Raises Missed if one
+    of them has an unknown form, or other code uses the list."""
     experts = _read_list(anatomy, info)
     attribute, building = experts.attribute, {"__init__", experts.method}
     users = [m for m in info.methods.values() if m.name not in building and uses(m, attribute)]
@@ -400,11 +397,8 @@ def _superseded(
     terms_above: dict[int, dict[str, Term]],
     below: Sequence[ast.stmt],
 ) -> tuple[int, ...]:
-    """The positions of the statements that made masks and the like which nothing but the loop reads.
-
-    Raises:
-        Missed: rows that are repeated for the loop are read elsewhere.
-    """
+    """The positions of the statements that made masks and the like which nothing but the loop reads. Raises Missed if
+    rows that are repeated for the loop are read elsewhere."""
     gone = dict(terms_above)
     while True:
         remaining = [(i, s) for i, s in enumerate(body) if i not in gone and i not in replaced]

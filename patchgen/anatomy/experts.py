@@ -48,11 +48,7 @@ class ExpertsFormula:
 
 
 def read_experts(anatomy: Anatomy, owner: str) -> ExpertsFormula:
-    """Reads the forward of a stacked experts module.
-
-    Raises:
-        Missed: it computes anything but the sum over the experts.
-    """
+    """Reads the forward of a stacked experts module. Raises Missed if it computes anything but the sum over the experts."""
     forward = anatomy.classes[owner].methods["forward"]
     loop = next((node for node in forward.body if isinstance(node, ast.For)), None)
     values = {name: ("value", name) for name in parameter_names(forward)}

@@ -321,11 +321,8 @@ def _annotated_configs(info: ClassInfo) -> Iterator[str]:
 
 
 def study(module: Module, upstream: Upstream) -> Anatomy:
-    """Reads the classes of a module, their roles and which class builds which.
-
-    Raises:
-        PatchgenError: a method gives the name `self` to something else.
-    """
+    """Reads the classes of a module, their roles and which class builds which. Raises PatchgenError if a method gives
+    the name `self` to something else."""
     from patchgen.anatomy.roles import assign_roles
 
     nodes = ast.parse(module.text).body  # of the whole file, so that nodes know their lines
@@ -343,11 +340,8 @@ def study(module: Module, upstream: Upstream) -> Anatomy:
 
 
 def require_own_self(infos: Iterable[ClassInfo]) -> None:
-    """Attributes of `self` are read as those of the instance.
-
-    Raises:
-        PatchgenError: a method of a class gives that name to something else, or holds code whose `self` is another.
-    """
+    """Attributes of `self` are read as those of the instance. Raises PatchgenError if a method of a class gives that
+    name to something else, or holds code whose `self` is another."""
     for owner, method in ((info.name, method) for info in infos for method in info.methods.values()):
         inside = [node for statement in method.body for node in walk(statement)]
         if "self" in stored(method) or any(isinstance(node, ast.arg) and node.arg == "self" for node in inside):

@@ -41,11 +41,8 @@ def initialising_classes(anatomy: Anatomy, module: Module) -> list[ClassInfo]:
 
 
 def read_linear_init(anatomy: Anatomy, info: ClassInfo) -> LinearInit:
-    """How the class initialises linear layers: by its own method, or by the one it inherits from transformers.
-
-    Raises:
-        Missed: it has another form.
-    """
+    """How the class initialises linear layers: by its own method, or by the one it inherits from transformers. Raises
+    Missed if it has another form."""
     method = info.methods.get(METHOD)
     if method is None:
         return LinearInit("normal_", INHERITED)

@@ -41,10 +41,8 @@ class Interpreter:
     """Runs the code of one function.
 
     Args:
-        anatomy: of the file.
         owner: the class of `self`.
-        function: whose scope the code is.
-        values: what its parameters hold.
+        function: whose scope the code is; its parameters hold `values`.
         counts: the expressions for the number of experts, as source.
         experts: the attribute that holds a list of expert modules, if there is one.
         depth: how many functions this one is run inline in.
@@ -256,11 +254,7 @@ class Interpreter:
     # ---------------------------------------------------------------------------------------- expressions
 
     def value(self, node: ast.expr) -> Term:
-        """The term of an expression.
-
-        Raises:
-            Missed: it is not understood.
-        """
+        """The term of an expression. Raises Missed if it is not understood."""
         if ast.unparse(node) in self._counts:
             return ("experts",)
         match node:

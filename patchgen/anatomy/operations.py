@@ -65,10 +65,7 @@ _PARAMETERS = {name: parameters.split() for parameters, names in PARAMETERS.item
 
 def bound(name: str, operands: Sequence[Any], named: Mapping[str, Any], node: ast.AST) -> list[Any]:
     """The arguments of an operation in the order of its parameters, matched by position and name as Python does.
-
-    Raises:
-        Missed: an argument is missing, or is none that `PARAMETERS` knows.
-    """
+    Raises Missed if an argument is missing, or is none that `PARAMETERS` knows."""
     remaining, by_name, arguments = list(operands), dict(named), list[Term]()
     for parameter in _PARAMETERS[name]:
         label, _, default = parameter.partition("=")

@@ -191,11 +191,7 @@ class RowReader:
         return self._anatomy.names.is_upstream(node, name, self._local)
 
     def value(self, node: ast.expr) -> Value:
-        """The axes of rows in an expression.
-
-        Raises:
-            Mixed: it may mix rows.
-        """
+        """The axes of rows in an expression. Raises Mixed if it may mix rows."""
         if node not in self._memo:  # which is cleared when a name is set
             self._memo[node] = self._value(node)
         return self._memo[node]

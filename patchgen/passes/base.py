@@ -117,11 +117,8 @@ class Pass(abc.ABC):
 
     @abc.abstractmethod
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
-        """Rewrites the module, with what the anatomy says about upstream's file.
-
-        Raises:
-            PassMismatch: the pass does not find what it expects.
-        """
+        """Rewrites the module, with what the anatomy says about upstream's file. Raises PassMismatch if the pass does
+        not find what it expects."""
 
 
 class SitePass(Pass):

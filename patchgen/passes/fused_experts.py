@@ -117,11 +117,8 @@ def fused_call(formula: ExpertsFormula) -> str:
 
 
 def _with_our_register(decorator: ast.expr) -> str:
-    """The source of the dispatching decorator with our registry of implementations.
-
-    Raises:
-        Missed: it has another registry.
-    """
+    """The source of the dispatching decorator with our registry of implementations. Raises Missed if it has another
+    registry."""
     given = {keyword.arg: ast.unparse(keyword.value) for keyword in getattr(decorator, "keywords", ())}
     if given.setdefault(REGISTER, OUR_REGISTER) != OUR_REGISTER:
         raise Missed(f"@{DISPATCHER} with transformers' own register", f"@{ast.unparse(decorator)}")

@@ -151,11 +151,8 @@ def _looks_up_by_string(node: ast.AST) -> bool:
 
 
 def without_mentions(block: Block, gone: set[str]) -> Block:
-    """Removes the names in `gone` from `__all__` and from isinstance checks; a branch whose check has no class left is removed.
-
-    Raises:
-        PassMismatch: one is still mentioned there, in a form that is not known.
-    """
+    """Removes the names in `gone` from `__all__` and from isinstance checks; a branch whose check has no class left is
+    removed. Raises PassMismatch if one is still mentioned there, in a form that is not known."""
     if not gone or not any(name in block.text for name in gone):
         return block
     editor = Editor(block)

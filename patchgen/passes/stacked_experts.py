@@ -195,14 +195,8 @@ def _stacked_name(anatomy: Anatomy, block: str) -> str:
 
 
 def _initialised(block: Block, info: ClassInfo, rule: LinearInit, has_bias: Mapping[str, bool], mark: str) -> Block:
-    """The model class with an `_init_weights` that initialises stacks as linear layers.
-
-    Args:
-        block, info: the model class.
-        rule: its initialisation of linear layers.
-        has_bias: class of stacks -> whether it has biases.
-        mark: the comment of the pass.
-    """
+    """The model class with an `_init_weights` that initialises stacks by its `rule` for linear layers; `has_bias` says of
+    each class of stacks whether it has biases."""
     method = info.methods.get(METHOD)
     argument = method.args.args[1].arg if method is not None else "module"
     code = ""
