@@ -48,9 +48,8 @@ def check_imports(module: Module, upstream: Upstream) -> None:
     missing: list[str] = []
     for statement in (node for node in module.statements if isinstance(node, ast.ImportFrom)):
         name = statement.module or ""
-        modules = (
-            [alias.name for alias in statement.names] if name == upstream.package else []
-        )  # `from . import parts`
+        is_of_package = name == upstream.package  # `from . import parts`
+        modules = [alias.name for alias in statement.names] if is_of_package else []
         modules += [name.removeprefix(package_prefix).split(".")[0]] if name.startswith(package_prefix) else []
         absent = [f"{module_name}.py" for module_name in modules if f"{module_name}.py" not in upstream.siblings]
         missing += [f"{file}, which it imports: put the file beside {upstream.origin}" for file in absent]

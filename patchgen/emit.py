@@ -51,9 +51,8 @@ def with_imports(module: Module, upstream: Upstream) -> Module:
     code_blocks = blocks[end:]
     if code_blocks and not code_blocks[0].text.startswith("\n"):
         code_blocks[0] = code_blocks[0].with_text("\n" + code_blocks[0].text)
-    return _explained(
-        module.with_blocks([*blocks[:start], *_in_order(blocks[start:end], upstream.version), *code_blocks])
-    )
+    imports = _in_order(blocks[start:end], upstream.version)
+    return _explained(module.with_blocks([*blocks[:start], *imports, *code_blocks]))
 
 
 def _in_order(imports: Sequence[Block], version: str | None) -> list[Block]:
@@ -253,9 +252,8 @@ def diff(
 
 def text_diff(before: str, after: str) -> str:
     """A plain unified diff of two texts."""
-    return "".join(
-        difflib.unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), "before", "after")
-    )
+    left, right = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    return "".join(difflib.unified_diff(left, right, "before", "after"))
 
 
 def changed_lines(diff_text: str) -> int:

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import difflib
 import gc
+import itertools
 import json
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -48,11 +49,9 @@ class Step:
         """The number of lines that the pass added and removed."""
         left, right = self.before.text.splitlines(), self.outcome.module.text.splitlines()
         for _ in range(2):  # strips the equal lines at the start, then at the end: most passes change one place
-            pairs = enumerate(zip(left, right, strict=False))
-            first_difference = next(
-                (number for number, (old_line, new_line) in pairs if old_line != new_line), min(len(left), len(right))
-            )
-            left, right = left[first_difference:][::-1], right[first_difference:][::-1]
+            pairs = zip(left, right, strict=False)
+            same = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+            left, right = left[same:][::-1], right[same:][::-1]
         return emit.changed_lines("\n".join(difflib.unified_diff(left, right, lineterm="")))
 
 
@@ -253,8 +252,7 @@ def _why_refused(name: str, anatomy: Anatomy, served: set[str]) -> str:
     unlabelled = method is not None and "labels" not in parameter_names(method[1])
     if name not in served:
         return f"no Auto class builds it{', and its forward takes no labels' * unlabelled} ({', '.join(AUTO_CLASS_MAPPINGS)})"
-    is_trainable = name not in anatomy.upstream.heads or Role.HEAD in anatomy.classes[name].roles
-    if is_trainable:
+    if name not in anatomy.upstream.heads or Role.HEAD in anatomy.classes[name].roles:
         return ""
     return "its forward takes no labels" if unlabelled else "it neither generates nor computes a loss"
 

@@ -69,18 +69,9 @@ def _project_passes() -> list[type[Pass]]:
             raise ConfigError(f"{current.file}: `passes` names {path}, but there is no file {file}.")
         module = load(file)
         kinds = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Pass)]
-        kinds = [
-            candidate
-            for candidate in kinds
-            if candidate.__module__ == module.__name__ and not inspect.isabstract(candidate)
-        ]
-        attributes = ("name", "purpose", "expects")
-        missing = [
-            f"{pass_class.__name__}.{name}"
-            for pass_class in kinds
-            for name in attributes
-            if not hasattr(pass_class, name)
-        ]
+        kinds = [kind for kind in kinds if kind.__module__ == module.__name__ and not inspect.isabstract(kind)]
+        attributes = [(kind, name) for kind in kinds for name in ("name", "purpose", "expects")]
+        missing = [f"{kind.__name__}.{name}" for kind, name in attributes if not hasattr(kind, name)]
         if not kinds or missing:
             wrong = f"does not define {', '.join(missing)}" if missing else "defines no subclass of Pass"
             raise ConfigError(

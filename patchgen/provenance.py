@@ -54,9 +54,8 @@ def command(upstream: Upstream, heads: Sequence[str] = ()) -> str:
         return f"patchgen generate {upstream.model} --source {source}{config}{asked}"
     if _project_root() is not None:
         return f"patchgen generate {upstream.model} --transformers {upstream.version}{asked}"
-    return f"make regen MODEL={upstream.model} TRANSFORMERS={upstream.version}" + (
-        f' ARGS="{asked[1:]}"' if asked else ""
-    )
+    options = f' ARGS="{asked[1:]}"' if asked else ""
+    return f"make regen MODEL={upstream.model} TRANSFORMERS={upstream.version}{options}"
 
 
 def record(
@@ -205,11 +204,10 @@ def drifted_edits(directory: Path, generated: Generated) -> list[str]:
     """
     if not (directory / "provenance.json").is_file():
         return []
-    known = {
-        (edit["verb"], edit["target"], edit["edit"]): edit["upstream"] for edit in read(directory).get("edits", ())
-    }
-    record: Provenance = json.loads(generated.provenance)
-    edits = {(edit["verb"], edit["target"], edit["edit"]): edit["upstream"] for edit in record.get("edits", ())}
+    known, edits = (
+        {(edit["verb"], edit["target"], edit["edit"]): edit["upstream"] for edit in facts.get("edits", ())}
+        for facts in (read(directory), json.loads(generated.provenance))
+    )
     return list(dict.fromkeys(key[1] for key, upstream in edits.items() if known.get(key, upstream) != upstream))
 
 

@@ -88,9 +88,8 @@ class Editor:
             parts = [f"{whole._bytes[:start].decode().rstrip()}\n", f"{INDENT}{whole._bytes[start:].decode()}"]
         if self._members is not None:
             parts[1:] = [indented(self._members, self._indent).rstrip("\n") + "\n"]
-        return self.block.with_text(
-            "".join([*parts, *(f"\n{indented(code, self._indent)}" for code in self._appended)])
-        )
+        parts += [f"\n{indented(code, self._indent)}" for code in self._appended]
+        return self.block.with_text("".join(parts))
 
     def _refuse_conflicts(self, changed: Changes) -> None:
         """Raises ValueError if one change would discard another one."""
@@ -107,9 +106,8 @@ class Editor:
 
     def function(self, name: str) -> FunctionNode:
         """The method of that name, or the block's function itself; of several definitions the last one, as in Python."""
-        return next(
-            node for node in reversed(self.block.members) if isinstance(node, FunctionNode) and node.name == name
-        )
+        functions = [node for node in self.block.members if isinstance(node, FunctionNode) and node.name == name]
+        return functions[-1]
 
     def code(self, node: Placed, *, whole: bool = False, instead: tuple[Placed, str] | None = None) -> str:
         """The source of a node, dedented by its statement's indentation; of a statement with what follows on its last line.
@@ -354,9 +352,8 @@ class Editor:
         return self._find(node, lambda places, start, end: places.expressions.get((start, end)), what)
 
     def _statement(self, statement: ast.stmt) -> Statement:
-        return self._find(
-            statement, lambda places, start, _: places.statements.get(start), "a statement on lines of its own"
-        )
+        what = "a statement on lines of its own"
+        return self._find(statement, lambda places, start, _: places.statements.get(start), what)
 
     def _change(self, statement: ast.stmt) -> Change:
         if statement is self.block.node and len(self._parts) > 1:

@@ -403,11 +403,9 @@ def _sub_configs(table: ast.expr | None) -> dict[str, SubConfig]:
         if isinstance(value, ast.Call):
             given = {keyword.arg: keyword.value for keyword in value.keywords}
             stated = dict(zip(("config_class",), value.args, strict=False)) | given
-        config_class, kind = stated.get("config_class"), stated.get("model_type")
-        sub_configs[name] = SubConfig(
-            "AutoConfig" if config_class is None else ast.unparse(config_class),
-            _text(kind),
-        )
+        config_class = stated.get("config_class")
+        class_name = "AutoConfig" if config_class is None else ast.unparse(config_class)
+        sub_configs[name] = SubConfig(class_name, _text(stated.get("model_type")))
     return sub_configs
 
 

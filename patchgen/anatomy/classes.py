@@ -71,11 +71,9 @@ def describe(node: ast.ClassDef, local_classes: Container[str], resolve: Resolve
 def setup_calls(info: ClassInfo) -> list[str]:
     """The methods that `__init__` calls without arguments, for what they set: `self._setup_experts()`."""
     init = info.methods.get("__init__")
-    statements = (
-        [s.value for s in init.body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)] if init else []
-    )
-    named = [own_attribute(call.func) for call in statements if not (call.args or call.keywords)]
-    return [name for name in named if name in info.methods]
+    values = [statement.value for statement in init.body if isinstance(statement, ast.Expr)] if init else []
+    plain = [value for value in values if isinstance(value, ast.Call) and not all_arguments(value)]
+    return [name for call in plain if (name := own_attribute(call.func)) in info.methods]
 
 
 def auto_class(meaning: str | None) -> str:
@@ -360,9 +358,8 @@ def _constructions(method: FunctionNode, resolve: Resolve) -> Iterator[tuple[ast
         in_list = any(resolve(call.func) in LISTS for call in value_calls)
         yield from ((call, attribute, in_list) for call in value_calls)
         assigned_calls.update(value_calls)
-    yield from (
-        (call, None, False) for call in calls(method) if call not in assigned_calls
-    )  # in conditions, loops, defaults
+    others = (call for call in calls(method) if call not in assigned_calls)  # in conditions, loops, defaults
+    yield from ((call, None, False) for call in others)
 
 
 def _builds(owner: str, init: FunctionNode, local_classes: Container[str], resolve: Resolve) -> Iterator[Build]:

@@ -148,10 +148,8 @@ class Constructions:
 
     def _may_be_own(self, asked: ast.expr) -> bool:
         """Whether an object may be of a class of the file. What an attribute holds that none of these has is of other files."""
-        infos = self._anatomy.classes.values()
-        return not isinstance(asked, ast.Attribute) or any(
-            asked.attr in info.methods or stores_of(info, asked.attr) for info in infos
-        )
+        infos, name = self._anatomy.classes.values(), getattr(asked, "attr", "")
+        return not isinstance(asked, ast.Attribute) or any(name in i.methods or stores_of(i, name) for i in infos)
 
     def _is_read(self, place: Place, call: ast.Call) -> bool:
         """Whether `given` reads a call of an `__init__`: in an `__init__`, of a base."""

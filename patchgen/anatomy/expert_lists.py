@@ -36,7 +36,7 @@ from patchgen.errors import Missed
 NO_BIAS, BIAS, CONFIGURED_BIAS = "no", "yes", "as the config says"
 PROMOTED = "torch.promote_types(hidden_states.dtype, top_k_weights.dtype)"
 """The dtype of outputs times weights, by the parameter names of the stacked class."""
-MASKS = ("mask", "hits", "count_of", "hit")
+MASKS = {"mask", "hits", "count_of", "hit"}
 # Of a statement: its position, or the position of an `if`, the branch (0 or 1), and the place in that branch.
 Place = tuple[int, ...]
 
@@ -97,15 +97,12 @@ def read_expert_list(anatomy: Anatomy, info: ClassInfo) -> tuple[ExpertList, lis
 
 def _reads_through_others(anatomy: Anatomy, info: ClassInfo, attribute: str) -> Iterator[ast.Attribute]:
     """Uses of `x.<attribute>` where x is neither `self`, a config, nor known to be a module of another class."""
-    code = [(class_info.name, class_info.node) for class_info in anatomy.classes.values()] + [
-        ("", f) for f in anatomy.functions.values()
-    ]
+    code = [(other.name, other.node) for other in anatomy.classes.values()]
+    code = [*code, *(("", function) for function in anatomy.functions.values())]
     for owner, part in code:
         for node in walk(part):
             match node:
-                case ast.Attribute(of, name) if (
-                    name == attribute and not own_attribute(node) and not is_of_config(node)
-                ):
+                case ast.Attribute(of, name) if name == attribute and not (own_attribute(node) or is_of_config(node)):
                     held = anatomy.held(owner, own_attribute(of) or "")
                     built = [anatomy.names.here(getattr(value, "func", None)) for value in held]
                     is_other = [name in anatomy.classes and info not in anatomy.lineage(name) for name in built]
@@ -146,9 +143,7 @@ def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
     for statement in beside:
         match statement:
             case ast.Assign([ast.Attribute(ast.Name("self"), name)], ast.Constant(number) as value):
-                if all(
-                    held_value is value or id(held_value) in within for held_value in anatomy.held(info.name, name)
-                ):
+                if all(held is value or id(held) in within for held in anatomy.held(info.name, name)):
                     constants[name] = ("const", number)
     return ExpertList(
         attribute=attribute,
@@ -252,9 +247,7 @@ def _bias(anatomy: Anatomy, name: str, projections: Sequence[str]) -> str:
 def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: FunctionNode) -> ExpertLoop:
     """Reads the only loop of a method over the list of experts."""
     attribute = experts.attribute
-    places = list(
-        _places(method.body, lambda statement: isinstance(statement, ast.For) and bool(uses(statement, attribute)))
-    )
+    places = [*_places(method.body, lambda one: isinstance(one, ast.For) and bool(uses(one, attribute)))]
     if len(places) != 1:
         where = f"{info.name}.{method.name}"
         raise Missed(f"one loop over self.{attribute} in {where}, outside of any condition but if and else", method)
@@ -283,13 +276,10 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
             again, _ = above_loop(without=gone)
             _, *terms = result[1] if result[0] == "cast" else result
             hidden, index, weights = (_name_of(term, again.values, body[position]) for term in terms)
-            dtype = (
-                f"{hidden}.dtype" if result[0] == "cast" else f"torch.promote_types({hidden}.dtype, {weights}.dtype)"
-            )
-            gone = (*gone, *range(place[-1], position))
-            return ExpertLoop(
-                method.name, (*place[:-1], position), name, hidden, index, weights, dtype, PROMOTED, gone
-            )
+            promoted = f"torch.promote_types({hidden}.dtype, {weights}.dtype)"
+            dtype = f"{hidden}.dtype" if result[0] == "cast" else promoted
+            gone, place = (*gone, *range(place[-1], position)), (*place[:-1], position)
+            return ExpertLoop(method.name, place, name, hidden, index, weights, dtype, PROMOTED, gone)
         case _:
             raise Missed("ACC.index_add_(0, tokens, expert(X[tokens]) * W[tokens, slots, None])", term_text(added))
     x, index, routing = (_name_of(term, above, loop) for term in (hidden, selection, weights))
@@ -305,9 +295,7 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
         case _:
             expected = "an accumulator in the dtype of the hidden states, of the routing weights, or a named one"
             raise Missed(expected, body[created])
-    masks = {
-        i: terms for i, terms in terms_above.items() if terms and all(term[0] in MASKS for term in terms.values())
-    }
+    masks = {i: terms for i, terms in terms_above.items() if terms and {t[0] for t in terms.values()} <= MASKS}
     gone = _superseded(body, {place[-1], created}, masks, _below(method.body, place))
     return ExpertLoop(method.name, place, accumulator, x, index, routing, dtype, inside, (*gone, created))
 

@@ -53,12 +53,11 @@ def read_experts(anatomy: Anatomy, owner: str) -> ExpertsFormula:
     loop = next((node for node in forward.body if isinstance(node, ast.For)), None)
     values = {name: ("value", name) for name in parameter_names(forward)}
     stacks = _stacks(anatomy, owner)
-    count_expressions = frozenset(
-        c for shape in stacks.values() for c in num_experts_expressions(anatomy, owner, shape[0])
-    )
-    interpreter = Interpreter(anatomy, owner, forward, values, count_expressions)
+    sizes = [shape[0] for shape in stacks.values()]
+    counts = frozenset(count for size in sizes for count in num_experts_expressions(anatomy, owner, size))
+    interpreter = Interpreter(anatomy, owner, forward, values, counts)
     if loop is None and len(values) == 1:
-        return _read_batched(anatomy, owner, interpreter.run(forward.body), sorted(count_expressions))
+        return _read_batched(anatomy, owner, interpreter.run(forward.body), sorted(counts))
     if loop is None:
         raise Missed("a loop over the experts that were hit", ast.unparse(forward)[:400])
     position = forward.body.index(loop)
@@ -69,7 +68,7 @@ def read_experts(anatomy: Anatomy, owner: str) -> ExpertsFormula:
     result = interpreter.run(forward.body[position + 1 :])
     if result not in (("sum",), ("cast", ("sum",))):
         raise Missed("the sum over the experts returned as it is, below the loop", forward.body[-1])
-    return _weighted(anatomy, owner, added, sorted(count_expressions))
+    return _weighted(anatomy, owner, added, sorted(counts))
 
 
 def other_reader(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: Iterable[str]) -> str:
@@ -82,10 +81,8 @@ def other_reader(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: Ite
     own_methods = {METHOD, "__init__", "forward", *(own_attribute(call.func) for call in calls(forward))}
     code = [("", function) for function in anatomy.functions.values()]
     for name in sorted(among):
-        methods = anatomy.classes[name].methods.values()
-        code += [
-            (name, m) for m in methods if m.name != METHOD and not (name in lineage_names and m.name in own_methods)
-        ]
+        own = own_methods if name in lineage_names else {METHOD}
+        code += [(name, method) for method in anatomy.classes[name].methods.values() if method.name not in own]
     nodes = [node for info in anatomy.classes.values() for node in walk(info.node)]
     referenced_names = {"forward", *(node.attr for node in nodes if isinstance(node, ast.Attribute))}
     for name, function in code:
@@ -95,14 +92,11 @@ def other_reader(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: Ite
             for value, read in _attribute_reads(anatomy, node):
                 is_own = isinstance(value, ast.Name) and value.id == "self"
                 read_from = own_attribute(value)
-                built = (
-                    [b.target for b in anatomy.builds(name) if read_from and b.attribute == read_from] if name else []
-                )
+                built = [b.target for b in anatomy.builds(name) if read_from and b.attribute == read_from]
                 is_other = name not in lineage_names if is_own else bool(built) and not lineage_names & set(built)
                 reads_contents = read in MODULE_CONTENTS and may_run and id(node) not in metadata_reads
-                if (read in stacks and not is_other) or (
-                    reads_contents and _may_hold(anatomy, name, value, lineage_names)
-                ):
+                reads_contents = reads_contents and _may_hold(anatomy, name, value, lineage_names)
+                if reads_contents or (read in stacks and not is_other):
                     return f"{name or function.name} reads {ast.unparse(node)}"
     return ""
 
@@ -141,11 +135,7 @@ def _may_hold(anatomy: Anatomy, name: str, module: ast.expr, lineage_names: set[
     """Whether a module that a method of the class `name` reads from may be the experts or contain them."""
     classes = _classes_of(anatomy, name, module)
     # Every model class names such a base, whose `_init_weights` may name the experts without containing them.
-    bases = {
-        class_name
-        for class_name in anatomy.classes
-        if anatomy.is_model(class_name) and not anatomy.method(class_name, "forward")
-    }
+    bases = {one for one in anatomy.classes if anatomy.is_model(one) and not anatomy.method(one, "forward")}
     return classes is None or bool(lineage_names & anatomy.reached_from(classes, without=bases))
 
 
@@ -153,11 +143,7 @@ def _classes_of(anatomy: Anatomy, name: str, module: ast.expr) -> set[str] | Non
     """The classes of this file that a module may be an instance of; None if the source does not say."""
     match module:
         case ast.Name("self") if name:
-            return {
-                class_name
-                for class_name in anatomy.classes
-                if name in [info.name for info in anatomy.lineage(class_name)]
-            }
+            return {*anatomy.below(name)}
         case ast.Subscript(inner):
             return _classes_of(anatomy, name, inner)
         case ast.Attribute(inner, attribute):
@@ -166,9 +152,8 @@ def _classes_of(anatomy: Anatomy, name: str, module: ast.expr) -> set[str] | Non
             targets = {b.target for i in lineage for b in i.builds if b.attribute == attribute}
             targets |= {anatomy.target_of(b) for i in lineage for b in i.auto_builds if b.attribute == attribute}
             values = [value for owner in owners or () for value in anatomy.held(owner, attribute)]
-            is_known = owners is not None and (
-                targets or (values and all(isinstance(value, ast.Call) for value in values))
-            )
+            is_built = bool(values) and all(isinstance(value, ast.Call) for value in values)
+            is_known = owners is not None and (targets or is_built)
             return {target for target in targets if target} if is_known else None
         case _:
             return None
@@ -265,12 +250,11 @@ def _formula(
 def single_call(anatomy: Anatomy, owner: str, attribute: str, kind: str) -> ast.Call:
     """The call of torch's `kind` (`nn.Linear`) that `self.<attribute>` is set to; raises `Missed` if it has another value."""
     values = anatomy.held(owner, attribute)
-    if (
-        len(values) == 1
-        and isinstance(values[0], ast.Call)
-        and anatomy.names.resolve(values[0].func) == f"torch.{kind}"
-    ):
-        return values[0]
+    match values:
+        case [ast.Call(function) as call] if anatomy.names.resolve(function) == f"torch.{kind}":
+            return call
+        case _:
+            pass
     assigned_code = " or ".join(map(ast.unparse, values)) or f"no self.{attribute}"
     raise Missed(f"{owner}.{attribute} = {kind}(...)", assigned_code)
 
@@ -316,9 +300,8 @@ def num_experts_expressions(anatomy: Anatomy, owner: str, source: str, experts: 
                 known.add(f"self.{name}")
     if [ast.unparse(value) for value in anatomy.held(owner, "config")] == ["config"]:
         known |= {f"self.{count}" for count in known if count.startswith("config.")}
-    known_of_self = {
-        c for c in known if c.startswith("self.config.") or (c.startswith("self.") and anatomy.held(owner, c[5:]))
-    }
+    of_self = [count.removeprefix("self.") for count in known if count.startswith("self.")]
+    known_of_self = {f"self.{c}" for c in of_self if c.startswith("config.") or anatomy.held(owner, c)}
     return known_of_self | ({f"len(self.{experts})"} if experts else set())
 
 

@@ -122,11 +122,7 @@ class Flow:
 
     def _statement(self, node: ast.stmt) -> Marks:
         match node:
-            case (
-                ast.Assign(value=ast.expr() as value)
-                | ast.AugAssign(value=value)
-                | ast.AnnAssign(value=ast.expr() as value)
-            ):
+            case ast.Assign(value=value) | ast.AugAssign(value=value) | ast.AnnAssign(value=ast.expr() as value):
                 self._assign(node, value)
             case ast.Return(value) if value is not None:
                 return self.returned(value)

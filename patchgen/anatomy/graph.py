@@ -78,9 +78,8 @@ class Anatomy:
 
     def inherits(self, name: str, base: str) -> bool:
         """Whether transformers' class `base`, by whatever import, is among the ancestors."""
-        return any(
-            self.names.is_upstream(base_node, base) for info in self.lineage(name) for base_node in info.node.bases
-        )
+        bases = [node for info in self.lineage(name) for node in info.node.bases]
+        return any(self.names.is_upstream(node, base) for node in bases)
 
     def _ancestors(self, name: str) -> set[str]:
         """The bases of the class and of its ancestors in this file, resolved."""
@@ -209,10 +208,8 @@ class Anatomy:
             return chosen
         # The auto map does not know this file (a file on disk, a renamed class): the one model written for that config,
         # which is not the builder itself.
-        others = self.classes.keys() - {build.owner}
-        written_for = [
-            n for n in others if self.is_model(n) and sub_config.config_class in _annotated_configs(self.classes[n])
-        ]
+        others = [name for name in self.classes if name != build.owner and self.is_model(name)]
+        written_for = [n for n in others if sub_config.config_class in _annotated_configs(self.classes[n])]
         if len(written_for) == 1:
             return written_for[0]
         release = self.upstream.release
@@ -284,11 +281,9 @@ class Anatomy:
     def _handed_config(self, owner: str) -> str | None:
         """The configuration class of the models that build the class with their own config; None if there is not exactly one."""
         init = self.method(owner, "__init__")
+        is_whole = self.constructions.is_whole_config
         pairs = self.constructions.given(init[1], "config", [owner]) if init else ()
-        config_classes = {
-            self.config_of(place.owner) if self.constructions.is_whole_config(place, given) else None
-            for place, given in pairs
-        }
+        config_classes = {self.config_of(place.owner) if is_whole(place, given) else None for place, given in pairs}
         return config_classes.pop() if len(config_classes) == 1 else None
 
     def _sub_config_of(self, owner: str, expression: str) -> SubConfig | None:
@@ -297,9 +292,8 @@ class Anatomy:
         parts = [part for part in expression.split(".") if part != "self"]
         if not parts or parts[0] != "config":
             return None
-        config_class = (
-            self.config_of(owner) or next(_annotated_configs(self.classes[owner]), None) or self._handed_config(owner)
-        )
+        annotated = next(_annotated_configs(self.classes[owner]), None)
+        config_class = self.config_of(owner) or annotated or self._handed_config(owner)
         current = SubConfig(config_class) if config_class else None
         for part in parts[1:]:
             known = self.upstream.configs.get(current.config_class) if current else None

@@ -16,9 +16,7 @@ from patchgen.errors import Missed
 
 # Hooks of tensors and of nodes of the graph, then of modules, with the attributes in which modules keep them.
 # fmt: off
-TENSOR_HOOKS = {
-    "register_hook", "register_prehook", "register_post_accumulate_grad_hook", "register_multi_grad_hook",
-}
+TENSOR_HOOKS = {"register_hook", "register_prehook", "register_post_accumulate_grad_hook", "register_multi_grad_hook"}
 BACKWARD_HOOKS = {
     "register_backward_hook", "register_full_backward_hook", "register_full_backward_pre_hook",
     "register_module_backward_hook", "register_module_full_backward_hook", "register_module_full_backward_pre_hook",
@@ -85,12 +83,8 @@ def require_plain_weights(owner: str, what: str, anatomy: Anatomy) -> None:
 
 def _computes_weights(code: ast.AST, anatomy: Anatomy, classes: Collection[str] = ()) -> list[ast.expr]:
     """The names in code of what of torch computes a weight from others, and those of these classes."""
-    names = (node for node in walk(code) if isinstance(node, ast.Name | ast.Attribute))
-    return [
-        node
-        for node in names
-        if (anatomy.names.resolve(node) or "").startswith(REPARAMETRIZED) or getattr(node, "id", "") in classes
-    ]
+    names = [(n, anatomy.names.resolve(n) or "") for n in walk(code) if isinstance(n, ast.Name | ast.Attribute)]
+    return [n for n, meaning in names if meaning.startswith(REPARAMETRIZED) or getattr(n, "id", "") in classes]
 
 
 def _gives_more(method: FunctionNode, classes: Collection[str]) -> list[ast.Call]:

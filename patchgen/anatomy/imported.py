@@ -43,9 +43,8 @@ def imported_code(anatomy: Anatomy, module: Module) -> Iterator[Imported]:
             if part is not None:
                 if other := part.anatomy:
                     require_own_self(other.classes[known] for known in other.reached_from([part.name]))
-                yield dataclasses.replace(
-                    part, users=tuple(user for user in users if code in uses[user] or not uses[user])
-                )
+                users_of_it = tuple(user for user in users if code in uses[user] or not uses[user])
+                yield dataclasses.replace(part, users=users_of_it)
 
 
 def definition(anatomy: Anatomy, meaning: str) -> Imported | None:
@@ -105,7 +104,7 @@ def _read_and_study(anatomy: Anatomy, module: str) -> Anatomy | None:
     upstream, (package, _, name) = anatomy.upstream, module.rpartition(".")
     text = upstream.siblings.get(f"{name}.py") if package == upstream.package else None
     if text is None and upstream.release is not None:
-        text = upstream.release.read(module.removeprefix("transformers.").replace(".", "/") + ".py")
+        text = upstream.release.read(_file_of(module))
     try:
         parsed = source.parse(text or "")
     except SourceSyntaxError:
@@ -115,9 +114,11 @@ def _read_and_study(anatomy: Anatomy, module: str) -> Anatomy | None:
 
 def library_module(anatomy: Anatomy, name: str) -> Module:
     """A module of transformers; an empty one where the release has no file of that name."""
-    return _read(
-        anatomy.upstream.release or open_release(), name.removeprefix("transformers.").replace(".", "/") + ".py"
-    )
+    return _read(anatomy.upstream.release or open_release(), _file_of(name))
+
+
+def _file_of(module: str) -> str:
+    return module.removeprefix("transformers.").replace(".", "/") + ".py"
 
 
 @functools.lru_cache(maxsize=64)

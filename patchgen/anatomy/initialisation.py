@@ -65,10 +65,9 @@ def _rule(anatomy: Anatomy, method: FunctionNode, branch: ast.If, module: str) -
         match call.func, call.args:
             case ast.Attribute(weight, writer), given if ast.unparse(weight) in weights:
                 pass
-            case ast.Attribute(library, writer), [weight, *given] if (
-                ast.unparse(weight) in weights and anatomy.names.resolve(library) in LIBRARIES
-            ):
-                pass
+            case ast.Attribute(library, writer), [weight, *given] if ast.unparse(weight) in weights:
+                if anatomy.names.resolve(library) not in LIBRARIES:
+                    continue
             case _:
                 continue
         if writer not in WRITERS:

@@ -170,12 +170,12 @@ class Interpreter:
             return False
         name, index, placed_value = target.value.id, self.value(target.slice), self.value(value)
         match self.value(target.value), index, placed_value:
-            case ("empty", _), ("chosen", selection, "r"), ("expert", ("rows", ("repeated", x), row_selection)) if (
-                selection == row_selection
+            case ("empty", _), ("chosen", selection, "r"), ("expert", ("rows", ("repeated", x), of)) if (
+                selection == of
             ):
                 self.sum = (name, ("placed", x, selection))
                 self._require_selection(selection, target)
-            case ("empty", _), ("order", selection), ("outputs", x, row_selection) if selection == row_selection:
+            case ("empty", _), ("order", selection), ("outputs", x, of) if selection == of:
                 self.values[name] = ("placed", x, selection)
             case _:
                 raise Missed("rows of an empty tensor, set to what this expert makes of the same rows", target)
@@ -316,20 +316,14 @@ class Interpreter:
                 return ("rows", owner, selection)
             case ("value", *_), ("sorted tokens", selection):
                 return ("sorted", owner, selection)
-            case ("sorted", x, selection), ("span", ("start", first_selection), ("end", second_selection)) if (
-                first_selection == second_selection == selection
-            ):
+            case ("sorted", x, selection), ("span", ("start", first), ("end", last)) if first == last == selection:
                 return ("piece", x, selection)
             case (("value", *_), ("tokens", selection)) | (("value", *_), ("const", None), ("tokens", selection)):
                 return ("rows", owner, selection)
-            case ("value", *_), ("tokens", first_selection), ("slots", second_selection) if (
-                first_selection == second_selection
-            ):
-                return ("weights", owner, first_selection)
-            case ("value", *_), ("tokens", first_selection), ("slots", second_selection), ("const", None) if (
-                first_selection == second_selection
-            ):
-                return ("routing", owner, first_selection)
+            case ("value", *_), ("tokens", selection), ("slots", of) if selection == of:
+                return ("weights", owner, selection)
+            case ("value", *_), ("tokens", selection), ("slots", of), ("const", None) if selection == of:
+                return ("routing", owner, selection)
             case ("weights", *chosen), ("all",), ("const", None):
                 return ("routing", *chosen)
         return None

@@ -59,12 +59,9 @@ def _is_number(value: ast.AST, anatomy: Anatomy, owner: str, visited: frozenset[
         return _is_number(value.value, anatomy, owner, visited)
     if isinstance(value, ast.Name) and value.id != CONFIG:
         return value.id not in visited and _is_number_by_name(value, anatomy, owner, visited | {value.id})
-    if (
-        isinstance(value, ast.Attribute)
-        and own_attribute(value)
-        and (place := anatomy.constructions.scopes.get(value.value))
-    ):
-        held, read = anatomy.held(place.owner, value.attr), f"{place.owner}.{value.attr}"
+    place = anatomy.constructions.scopes.get(value.value) if isinstance(value, ast.Attribute) else None
+    if place and (attribute := own_attribute(value)):
+        held, read = anatomy.held(place.owner, attribute), f"{place.owner}.{attribute}"
         if held and read not in visited:
             return all(_is_number(one, anatomy, place.owner, visited | {read}) for one in held)
     return isinstance(value, ast.Constant) or is_left_in_config(anatomy, value)

@@ -182,9 +182,7 @@ class Names:
                 return self.is_config(body) and self.is_config(orelse)
             case ast.Call(function, [copied]) if self.resolve(function) in COPIES:
                 return self.is_config(copied)
-            case ast.Call(function, [holder, ast.Constant(), *defaults]) if (
-                self.resolve(function) == "builtins.getattr"
-            ):
+            case ast.Call(asked, [holder, ast.Constant(), *defaults]) if self.resolve(asked) == "builtins.getattr":
                 return all(map(self.is_config, [holder, *defaults]))
         meaning = self.resolve(value.func if isinstance(value, ast.Call) else value) or ""
         is_made = meaning.startswith("transformers.") and any(CONFIG_CLASS.search(part) for part in meaning.split("."))
@@ -251,9 +249,8 @@ def _leaves(nodes: Sequence[ast.AST]) -> Iterator[ast.stmt]:
 
 def _changed(statement: ast.stmt) -> set[str]:
     """The names that a module-level statement defines, or whose attributes, items or content it changes."""
-    changed_names: set[str] = (
-        set() if isinstance(statement, ast.Import | ast.ImportFrom) else set(bound_names(statement))
-    )
+    is_import = isinstance(statement, ast.Import | ast.ImportFrom)
+    changed_names = set[str]() if is_import else set(bound_names(statement))
     stores = getattr(statement, "targets", [getattr(statement, "target", None)])
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         stores = [statement.value.func]  # `TABLE.update(..)`

@@ -86,12 +86,8 @@ def bound(name: str, operands: Sequence[Any], named: Mapping[str, Any], node: as
 def operation(name: str, *given: Any) -> Term | None:
     """The term that an operation makes of its operands (`bound`); None if that is not understood."""
     match name, *given:
-        case "mul" | "mul_" | "multiply", factor, other_factor:
-            return (
-                ("const", 0)
-                if ("const", 0) in (factor, other_factor)
-                else ("mul", *sorted((factor, other_factor), key=repr))
-            )
+        case "mul" | "mul_" | "multiply", *factors:
+            return ("const", 0) if ("const", 0) in factors else ("mul", *sorted(factors, key=repr))
         case "add", ("linear", x, weight, None, transposed), ("weight", bias):
             return ("linear", x, weight, bias, transposed)
         case "matmul" | "mm", x, ("weight", weight):
@@ -169,10 +165,8 @@ def _chosen(name: str, *given: Any) -> Term | None:
             return ("experts + 1",)
         case "add", ("number",), ("const", 0):
             return given[0]
-        case "add", ("start", selection_of_start), ("count", selection_of_count) if (
-            selection_of_start == selection_of_count
-        ):
-            return ("end", selection_of_start)
+        case "add", ("start", selection), ("count", of) if selection == of:
+            return ("end", selection)
         case "argsort", ("flat", selection):
             return ("order", selection)
         case "floor_divide", ("order", selection), ("size", of, 1) if of == selection:

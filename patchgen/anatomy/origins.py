@@ -138,12 +138,9 @@ def _is_one(anatomy: Anatomy, owner: str, shape: ast.AST) -> bool:
 
 def _is_number(anatomy: Anatomy, owner: str, value: ast.AST, visited: frozenset[ast.AST] = frozenset()) -> bool:
     def all_numbers(*parts: ast.AST) -> bool:
-        part_origins = (origin for part in parts for origin in origins(anatomy, owner, part))
-        return all(
-            origin in visited or _is_number(anatomy, of, origin, visited | {value})
-            for of, origin in part_origins
-            if origin is not value
-        )
+        pairs = [pair for part in parts for pair in origins(anatomy, owner, part)]
+        others = [(of, origin) for of, origin in pairs if origin not in visited | {value}]
+        return all(_is_number(anatomy, of, origin, visited | {value}) for of, origin in others)
 
     match value:
         case ast.Constant(number):

@@ -169,10 +169,8 @@ class RowReader:
     def _listed_modules(self, source: ast.expr) -> list[ast.expr]:
         """The elements of the module list in an attribute or property; empty for any other expression."""
         match self._anatomy.held(self._owner, own_attribute(source) or ""):
-            case [ast.FunctionDef(body=[*_, ast.Return(held)], decorator_list=[kind])] if held and (
-                self._resolve(kind) == "builtins.property"
-            ):
-                return self._listed_modules(held)
+            case [ast.FunctionDef(body=[*_, ast.Return(ast.expr() as held)], decorator_list=[kind])]:
+                return self._listed_modules(held) if self._resolve(kind) == "builtins.property" else []
             case [ast.Call(function, [ast.List() | ast.ListComp() as modules])] if self._resolve(function) == LIST:
                 return modules.elts if isinstance(modules, ast.List) else [modules.elt]
         return []

@@ -50,9 +50,7 @@ def of_another_formula(anatomy: Anatomy, owner: str, method: FunctionNode) -> st
         count, merger = sizes, None
         if isinstance(sizes, ast.BinOp) and isinstance(sizes.op, ast.FloorDiv):
             count, merger = sizes.left, sizes.right
-        if (
-            isinstance(merger, ast.Name) and changed.count(merger.id) == 1
-        ):  # a local name for the product of both sides
+        if isinstance(merger, ast.Name) and changed.count(merger.id) == 1:  # for the product of both sides
             merger = known.get(merger.id)
         match count:
             case ast.Call(ast.Attribute(ast.Name(grid), "prod"), [last]) | ast.Call(

@@ -86,9 +86,8 @@ class StateChanges:
                         aliases[target.id] = attribute  # indexing by a tensor would copy
             for call in calls(*parts):
                 called = self._anatomy.called(self._owner, call)
-                is_changed = any(
-                    self._is_tensor(_state_of(target, aliases)) for target in _outputs(call, called is None)
-                )
+                changed = [_state_of(target, aliases) for target in _outputs(call, called is None)]
+                is_changed = any(map(self._is_tensor, changed))
                 if is_changed and reads(conditions, *all_arguments(call)):
                     yield ast.unparse(statement)
                 if called is not None:
@@ -220,9 +219,8 @@ def value_pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
             yield target, value
             return
         values = value.elts if isinstance(value, ast.Tuple | ast.List) else []
-        is_alike = len(values) == len(target.elts) and not any(
-            isinstance(v, ast.Starred) for v in (*values, *target.elts)
-        )
+        is_starred = any(isinstance(part, ast.Starred) for part in (*values, *target.elts))
+        is_alike = len(values) == len(target.elts) and not is_starred
         for place, one in enumerate(target.elts):
             yield from parts(one, values[place] if is_alike else value)
 

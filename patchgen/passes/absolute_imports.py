@@ -45,11 +45,8 @@ class AbsoluteImports(Pass):
         neighbours = {name.removesuffix(".py") for name in anatomy.upstream.siblings}
         hits: list[Hit] = []
         for block in module:
-            relative = [
-                node
-                for node in block.nodes
-                if isinstance(node, ast.ImportFrom) and node.level and not _is_neighbour(node, neighbours)
-            ]
+            relative = [node for node in block.nodes if isinstance(node, ast.ImportFrom) and node.level]
+            relative = [node for node in relative if not _is_neighbour(node, neighbours)]
             unnamed: list[ast.AST] = [node for node in relative if not base_of(node.level)]
             unnamed += (call for call in calls(*block.statements) if _is_dynamic(anatomy, call))
             if unnamed:

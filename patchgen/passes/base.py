@@ -187,9 +187,8 @@ class SitePass(Pass):
         lines = block.text.splitlines()
         ends = [block.node.lineno]  # the last line of each member so far: comments above a member belong to it
         for node in getattr(block.node, "body", ()):
-            if getattr(node, "name", None) == member and any(
-                f"# {self.mark}" in line for line in lines[ends[-1] : node.end_lineno]
-            ):
+            is_marked = any(f"# {self.mark}" in line for line in lines[ends[-1] : node.end_lineno])
+            if is_marked and getattr(node, "name", None) == member:
                 return True
             ends.append(node.end_lineno)
         return False

@@ -73,12 +73,8 @@ class FusedExperts(SitePass):
         return signs
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        unread_signs = left_alone_experts(anatomy).items()
-        return [
-            f"{name} {sign}: experts of another kind, left as they are"
-            for name, sign in unread_signs
-            if module.has(name)
-        ]
+        signs = [(name, sign) for name, sign in left_alone_experts(anatomy).items() if module.has(name)]
+        return [f"{name} {sign}: experts of another kind, left as they are" for name, sign in signs]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         editor = Editor(block, self.mark)

@@ -240,9 +240,8 @@ def same_structure(pattern: object, node: object) -> bool:
         return is_list(node) and len(pattern) == len(node) and all(map(same_structure, pattern, node))
     if not isinstance(pattern, ast.AST):
         return pattern == node
-    return type(pattern) is type(node) and all(
-        same_structure(getattr(pattern, name, None), getattr(node, name, None)) for name in pattern._fields
-    )
+    pairs = [(getattr(pattern, name, None), getattr(node, name, None)) for name in pattern._fields]
+    return type(pattern) is type(node) and all(same_structure(*pair) for pair in pairs)
 
 
 def _check_code(edit: Edit) -> None:

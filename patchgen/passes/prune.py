@@ -70,9 +70,8 @@ class Prune(Pass):
         blocks = [without_mentions(block, gone) for block in kept_blocks]
         if blocks and not module.header:
             blocks[0] = blocks[0].with_text(blocks[0].text.lstrip("\n"))
-        hits = tuple(
-            Hit(name, 0, "dropped") for name in dropped if name in anatomy.classes or name in anatomy.functions
-        )
+        known = anatomy.classes.keys() | anatomy.functions
+        hits = tuple(Hit(name, 0, "dropped") for name in dropped if name in known)
         return Outcome(module.with_blocks(blocks), hits, notes=tuple(_unseen_references(blocks, bool(hits))))
 
 
@@ -159,10 +158,8 @@ def without_mentions(block: Block, gone: set[str]) -> Block:
     always_false: list[ast.expr] = []
     for node in block.nodes:
         match node:
-            case ast.Assign() | ast.AnnAssign() | ast.AugAssign() if (
-                node.value and dotted(targets(node)[0]) == "__all__"
-            ):
-                for listed in ast.walk(node.value):
+            case ast.Assign() | ast.AnnAssign() | ast.AugAssign() if dotted(targets(node)[0]) == "__all__":
+                for listed in ast.walk(node):
                     if isinstance(listed, ast.List | ast.Tuple):
                         editor.drop_elements(listed, _named(listed, gone))
             case ast.Call(ast.Name("isinstance"), [_, ast.Tuple() as kinds]) if dropped := _named(kinds, gone):

@@ -122,10 +122,9 @@ def _find(editor: Editor, routed: str, shared: str) -> tuple[ast.stmt, ast.stmt,
     in words, why they cannot overlap."""
     forward, places = editor.function("forward"), dict[str, tuple[int, ast.Call]]()
     body = forward.body
+    called = [(i, call) for i, statement in enumerate(body) for call in calls(statement)]
     for attribute in (routed, shared):
-        found = [
-            (i, call) for i, node in enumerate(body) for call in calls(node) if own_attribute(call.func) == attribute
-        ]
+        found = [(i, call) for i, call in called if own_attribute(call.func) == attribute]
         if not found:
             raise Missed(f"a call of self.{attribute}(...) in forward", editor.code(forward))
         if len(found) > 1:
