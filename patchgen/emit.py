@@ -180,17 +180,8 @@ def header(module: Module, upstream: Upstream, outcomes: Sequence[tuple[str, Out
     summaries = [(name, summary(outcome)) for name, outcome in outcomes if name != "hand_edits"]
     passes = [{"name": name, "summary": words} for name, words in summaries if words != NOTHING]
     edits = [f"{hit.site}: {hit.what}" for name, outcome in outcomes if name == "hand_edits" for hit in outcome.hits]
-    record = render(
-        "header.jinja",
-        patchgen=__version__,
-        upstream=upstream.origin,
-        command=command,
-        path=upstream.path,
-        sha256=upstream.sha256,
-        passes=passes,
-        edits=edits,
-    )
-    return record + without_banner(module.header)
+    facts = {"patchgen": __version__, "upstream": upstream, "command": command, "passes": passes, "edits": edits}
+    return render("header.jinja", **facts) + without_banner(module.header)
 
 
 def without_banner(text: str) -> str:
@@ -230,13 +221,8 @@ def diff(
         after: the generated text without our record in the header.
         root: the folder of generated models, as the diff names it.
     """
-    head = render(
-        "diff_head.jinja",
-        model=upstream.model,
-        upstream=f"{upstream.origin} ({upstream.path})",
-        dropped=textwrap.wrap(", ".join(dropped), 110),
-        roots=", ".join(roots),
-    )
+    listed = textwrap.wrap(", ".join(dropped), 110)
+    head = render("diff_head.jinja", upstream=upstream, dropped=listed, roots=", ".join(roots))
     left, right = before.splitlines(keepends=True), after.splitlines(keepends=True)
     parts = [head, f"--- a/{upstream.path}\n+++ b/{root}/{upstream.model}/modeling_{upstream.model}.py\n"]
     # Without `autojunk`: difflib's own unified diff ignores frequent lines, such as blank ones, and finds more changes.

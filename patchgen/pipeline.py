@@ -280,14 +280,9 @@ def _check_config(config: ModelConfig, original: Module, final: Module) -> None:
             f"The config of '{config.model}' edits {', '.join(lost)}, which the roots do not reach: prune dropped it, and "
             "the edit with it. Remove the edit, or keep its target with `roots`."
         )
-    methods = {
-        f"{block.name}.{node.name}"
-        for block in final
-        if isinstance(block.node, ast.ClassDef)
-        for node in block.node.body
-        if isinstance(node, ast.FunctionDef)
-    } | {block.node.name for block in final if isinstance(block.node, ast.FunctionDef)}
-    methods |= {name.rpartition(".")[2] for name in methods}
+    members = [(block, node) for block in final for node in block.members if isinstance(node, ast.FunctionDef)]
+    methods = {node.name for _, node in members}
+    methods |= {f"{block.name}.{node.name}" for block, node in members if node is not block.node}
     unknown = [name for name in config.allow_sync if name not in methods]
     if unknown:
         raise ConfigError(

@@ -3,13 +3,12 @@
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import libcst as cst
-from libcst._nodes.internal import CodegenState
+from libcst.metadata import ByteSpanPositionProvider, MetadataWrapper
 
 from patchgen.errors import Missed
 
@@ -74,50 +73,11 @@ class Part:
         return code[len(self.before) : len(code) - len(self.after)]
 
 
-class _Spans(CodegenState):
-    """Records the byte span and the parent of each node while libcst generates the code.
-
-    The spans are those of `libcst.metadata.ByteSpanPositionProvider`, without its visit of every node.
-    """
-
-    def __init__(self, module: cst.Module) -> None:
-        super().__init__(default_indent=module.default_indent, default_newline=module.default_newline)
-        self.spans: dict[cst.CSTNode, Span] = {}
-        self.parents: dict[cst.CSTNode, cst.CSTNode | None] = {}
-        self._position = 0
-        self._open: list[tuple[cst.CSTNode, int]] = []
-
-    def add_indent_tokens(self) -> None:
-        super().add_indent_tokens()
-        self._position += sum(map(len, self.indent_tokens))
-
-    def add_token(self, value: str) -> None:
-        self.tokens.append(value)
-        self._position += len(value) if value.isascii() else len(value.encode())
-
-    def before_codegen(self, node: cst.CSTNode) -> None:
-        self.parents[node] = self._open[-1][0] if self._open else None
-        self._open.append((node, self._position))
-
-    def after_codegen(self, node: cst.CSTNode) -> None:
-        start = self._open.pop()[1]
-        self.spans.setdefault(node, (start, self._position))
-
-    @contextlib.contextmanager
-    def record_syntactic_position(
-        self, node: cst.CSTNode, *, start_node: cst.CSTNode | None = None, end_node: cst.CSTNode | None = None
-    ) -> Generator[None, None, None]:
-        start = self._position
-        yield
-        start = self.spans[start_node][0] if start_node is not None else start
-        self.spans[node] = start, self.spans[end_node][1] if end_node is not None else self._position
-
-
 def places(text: str) -> Places:
     """Parses a module's code. Raises libcst's ParserSyntaxError if it is not Python."""
-    tree = cst.parse_module(text)
-    tree._codegen(recorder := _Spans(tree))  # pyright: ignore[reportPrivateUsage]  # as libcst's own position providers
-    found, spans = Places(tree, parents=recorder.parents), recorder.spans
+    wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)  # a parsed tree has no node twice
+    spans = {node: (s.start, s.start + s.length) for node, s in wrapper.resolve(ByteSpanPositionProvider).items()}
+    found = Places(wrapper.module, parents={child: node for node in spans for child in node.children})
     for node, (start, end) in spans.items():
         match node:
             case cst.SimpleStatementLine(body=[_]) | cst.BaseCompoundStatement():

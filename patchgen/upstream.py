@@ -385,11 +385,8 @@ def read_configs(text: str, path: str) -> dict[str, ConfigClass]:
         sub_configs = dict(base.sub_configs)
         for table in ("sub_configs", "sub_configs_defaults"):  # older and newer releases
             sub_configs |= _sub_configs(values.get(table))
-        configs[node.name] = ConfigClass(
-            name=node.name,
-            model_type=_text(model_type) if isinstance(model_type, ast.Constant) else base.model_type,
-            sub_configs=sub_configs,
-        )
+        kind = _text(model_type) if isinstance(model_type, ast.Constant) else base.model_type
+        configs[node.name] = ConfigClass(node.name, kind, sub_configs)
     return configs
 
 

@@ -26,6 +26,11 @@ class Imported:
     anatomy: Anatomy | None  # of the file that defines it; None where its source cannot be read
     users: tuple[str, ...] = ()  # the classes and functions of this file that use it
 
+    @property
+    def use(self) -> str:
+        """The first use, in words."""
+        return f"{self.users[0]} uses {self.name} of {self.module}"
+
 
 def imported_code(anatomy: Anatomy, module: Module) -> Iterator[Imported]:
     """What the classes and functions in `module` use of other models' files and of files beside this one, followed through

@@ -69,7 +69,7 @@ class FusedExperts(SitePass):
             other = part.anatomy or Anatomy(anatomy.upstream)
             reached = sorted(other.reached_from([part.name]))
             names = [name for name in reached if {Role.EXPERTS, Role.EXPERT_LIST} & set(other.classes[name].roles)]
-            signs += [f"{part.users[0]} uses {part.name} of {part.module}, which has the experts {n}" for n in names]
+            signs += [f"{part.use}, which has the experts {name}" for name in names]
         return signs
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:

@@ -272,13 +272,12 @@ def _elsewhere(anatomy: Anatomy, module: Module) -> list[str]:
     """Notes on imported code that no seam is put into: norms, MLPs, rotary functions, and code without source."""
     remarks: list[str] = []
     for part in imported_code(anatomy, module):
-        where = f"{part.users[0]} uses {part.name} of {part.module}"
         if part.anatomy is None:
-            remarks.append(f"{where}, whose source is not here: what it computes is left as it is")
+            remarks.append(f"{part.use}, whose source is not here: what it computes is left as it is")
             continue
         reached = [part.anatomy.classes[name] for name in part.anatomy.reached_from([part.name])]
         seams = any({Role.NORM, Role.MLP} & set(info.roles) for info in reached)
         function = part.anatomy.functions.get(part.name)
         if seams or (function is not None and _is_rotation(part.anatomy, function)):
-            remarks.append(f"{where}: seams are put into this file alone, it is left as it is")
+            remarks.append(f"{part.use}: seams are put into this file alone, it is left as it is")
     return remarks

@@ -47,22 +47,17 @@ class LocalClasses(SitePass):
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        builds_by_class = [(info, _local_builds(anatomy, info.name)) for info in anatomy.still_in(module)]
+        built = [(info, builds) for info in anatomy.still_in(module) if (builds := _local_builds(anatomy, info.name))]
         known = [
-            site_of(info, f"builds by {', '.join(build.code for build in builds)}", builds[0].method)
-            for info, builds in builds_by_class
-            if builds
+            site_of(info, f"builds by {', '.join(b.code for b in builds)}", builds[0].method) for info, builds in built
         ]
         others = [(info, code) for info in anatomy.still_in(module) for code in _foreign(anatomy, info)[:1]]
         return known + [site_of(info, f"builds by {code}", "__init__") for info, code in others]
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Uses of Auto classes other than to build from a config or to load a whole checkpoint."""
-        signs = [
-            f"{part.users[0]} uses {part.name} of {part.module}, which uses {auto}"
-            for part in imported_code(anatomy, module)
-            for auto in sorted(auto_classes_in(part))
-        ]
+        parts = [(part, auto) for part in imported_code(anatomy, module) for auto in sorted(auto_classes_in(part))]
+        signs = [f"{part.use}, which uses {auto}" for part, auto in parts]
         if "Auto" not in module.text:
             return signs
         names = Names(module.statements, anatomy.upstream.base_of)
