@@ -19,22 +19,14 @@ Changes = Mapping[cst.CSTNode, Sequence[Edit]]
 
 @dataclass
 class Change:
-    """The changes of one statement: statements to insert around it, its replacement, the comment of the pass.
+    """The changes of one statement: statements to insert around it, its replacement, the comment of the pass."""
 
-    Attributes:
-        above: inserted between its comments and the statement.
-        top: inserted above its comments and blank lines.
-        instead: what replaces the statement; empty removes it, None keeps it.
-        with_lead: whether the comments and blank lines above a statement stay when it is replaced.
-        mark: the comment of the pass; None adds none.
-    """
-
-    above: list[Statement] = field(default_factory=list[Statement])
+    above: list[Statement] = field(default_factory=list[Statement])  # between its comments and the statement
     below: list[Statement] = field(default_factory=list[Statement])
-    top: list[Statement] = field(default_factory=list[Statement])
-    instead: Sequence[Statement] | None = None
-    with_lead: bool = True
-    mark: str | None = None
+    top: list[Statement] = field(default_factory=list[Statement])  # above its comments and blank lines
+    instead: Sequence[Statement] | None = None  # what replaces it; empty removes it, None keeps it
+    with_lead: bool = True  # whether the comments and blank lines above it stay when it is replaced
+    mark: str | None = None  # the comment of the pass; None adds none
 
     def apply(self, statement: Statement) -> Statement | cst.FlattenSentinel[Statement] | cst.RemovalSentinel:
         kept = [statement] if self.instead is None else list(self.instead)

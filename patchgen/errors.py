@@ -50,12 +50,8 @@ class ConfigError(PatchgenError):
 
 
 class Missed(Exception):
-    """Code does not have the form that an analysis or a pass expects; becomes a `PassMismatch`.
-
-    Args:
-        expected: the form, in words or as source.
-        found: the closest code.
-    """
+    """Code does not have the form, given in words or as source, that an analysis or a pass expects; becomes a `PassMismatch`
+    that shows the closest code, `found`."""
 
     def __init__(self, expected: str, found: ast.AST | str = "") -> None:
         super().__init__(expected)

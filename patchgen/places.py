@@ -40,17 +40,12 @@ class Places:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Lines of a block that are parsed and changed separately: a member of a class, what is above the members, or all.
+    """Lines of a block that are parsed and changed separately: a member of a class, what is above the members, or all."""
 
-    Attributes:
-        start: the offset of `text` in the block's bytes.
-        before, after: code around `text` that makes it a valid module: `class _:` and a last member.
-    """
-
-    start: int
+    start: int  # the offset of `text` in the block's bytes
     text: str
-    before: str = ""
-    after: str = ""
+    before: str = ""  # what makes the text a valid module: `class _:` above it
+    after: str = ""  # and a last member below it
 
     @functools.cached_property
     def places(self) -> Places:

@@ -199,12 +199,8 @@ class Constructions:
 
     def handed(self, owner: str, value: ast.AST) -> tuple[ast.expr | ast.stmt, ...]:
         """The values that a parameter of an `__init__`, or an attribute of one, may have: its arguments (`given`), its default,
-        and what the `__init__` itself binds it to. Empty for anything else, and if nothing is passed.
-
-        Args:
-            owner: the class whose instance is meant.
-            value: the parameter or its attribute, as an `__init__` of the file reads it; in new code, as the owner's does.
-        """
+        and what the `__init__` itself binds it to; for an instance of the class `owner`, whose `__init__` is meant where the value
+        is new code. Empty for anything else, and if nothing is passed."""
         return tuple(dict.fromkeys(self._handed(owner, value, set()) or ()))
 
     def _handed(self, owner: str, value: ast.AST, visited: set[ast.AST]) -> list[ast.expr | ast.stmt] | None:

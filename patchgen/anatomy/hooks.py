@@ -95,12 +95,8 @@ def _gives_more(method: FunctionNode, classes: Collection[str]) -> list[ast.Call
 
 
 def hooks(code: ast.AST, anatomy: Anatomy, kinds: Collection[str], *, but_on_self: bool = False) -> Iterator[str]:
-    """What reads a method or function of torch's that adds a hook; its call, if it is called.
-
-    Args:
-        kinds: names of such methods and functions.
-        but_on_self: leaves out hooks on `self` and on `self.<attribute>`.
-    """
+    """What reads a method or function of torch's that adds a hook, by their names; its call, if it is called. `but_on_self`
+    leaves out hooks on `self` and on `self.<attribute>`."""
     called = {call.func: call for call in calls(code)}
     for node in walk(code):
         match node:

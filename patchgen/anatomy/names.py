@@ -42,11 +42,7 @@ def is_of_config(value: ast.AST) -> bool:
 
 
 class Names:
-    """The module-level names of one file.
-
-    Args:
-        nodes: the file's statements.
-        base_of: the package that a relative import with this many dots starts from, in parts (`Upstream.base_of`).
+    """The module-level names of one file; its relative imports start from the packages that `base_of` says (`Upstream.base_of`).
 
     Attributes:
         functions: name -> module-level function, in the branches of an `if` or `try` too; none that another kind of
@@ -105,16 +101,11 @@ class Names:
         return {name: meaning for name, meaning in self._known.items() if meaning and not meaning.startswith(".")}
 
     def resolve(self, node: ast.AST | None, local: Container[str] = ()) -> str | None:
-        """The full name of what an expression of names and dots refers to, anywhere in the file.
+        """The full name of what an expression of names and dots refers to, anywhere in the file: "torch.nn.functional.linear" for
+        `F.linear`; ".rotate_half" for what this file defines; None for a local name, a name that is bound to several things, an
+        attribute that the file assigns to, and other expressions.
 
-        Args:
-            node: the expression, for example the function of a call.
-            local: further names that the enclosing scopes bind (`local_names`); what the functions of the file bind is
-                known without it.
-
-        Returns:
-            "torch.nn.functional.linear" for `F.linear`; ".rotate_half" for what this file defines; None for a local
-            name, a name that is bound to several things, an attribute that the file assigns to, and other expressions.
+        What functions of the file bind is known without `local`: further names that enclosing scopes bind (`local_names`).
         """
         if isinstance(node, ast.Attribute):
             owner = self.resolve(node.value, local)

@@ -82,11 +82,7 @@ def _named(anatomy: Anatomy, name: ast.Name) -> list[tuple[str, ast.AST]]:
 
 def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, visited: frozenset[ast.AST] = frozenset()) -> bool:
     """Whether a size may be a constant of the source, or several sizes, rather than one that a caller or config chooses; a size
-    of which nothing is known may be.
-
-    Args:
-        visited: the expressions being followed; `size = size * 2` is not followed into itself.
-    """
+    of which nothing is known may be. `size = size * 2` is not followed into itself: it is in `visited`."""
     for of, origin in origins(anatomy, owner, size):
         match origin:
             case ast.Constant(None):

@@ -392,7 +392,7 @@ class RowReader:
         if isinstance(value, FunctionNode):
             return self._call_function(self._owner, value, call)
         if handed := self._anatomy.handed(self._owner, value):
-            return axes.any_of([self._call_value(part, call) for part in handed], call)
+            return self._call_any(handed, call)
         given = [*map(self.value, all_arguments(call))]
         same = joined(given, call) if all(isinstance(value_given, str | None) for value_given in given) else None
         is_of_config = isinstance(value, ast.Attribute) and known.is_left_in_config(self._anatomy, value)

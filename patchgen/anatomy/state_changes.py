@@ -41,9 +41,8 @@ class StateChanges:
     These are changes in place (`self.load += ...`, `self.load[i] = ...`, `self.load.add_(...)`, `out=self.load`), a new
     value of a buffer that checkpoints keep (others may hold positions, for example), a value computed from the old one
     (`self.load = self.load + ...`), and one that is kept from the first call (`if self.scale is None: self.scale = ...`), also by
-    `setattr`; in the forward and in what it calls in the file. Not found: an old
-    value that is read through a local name, lists and other containers, globals; a first call that another attribute or an early
-    return tells.
+    `setattr`; in the forward and in what it calls in the file. Not found: an old value that is read through a local name, lists
+    and other containers, globals; a first call that another attribute or an early return tells.
     """
 
     def __init__(self, anatomy: Anatomy, owner: str) -> None:
@@ -52,13 +51,8 @@ class StateChanges:
         self._running: list[FunctionNode] = []
 
     def of(self, function: FunctionNode, data: set[str], aliases: dict[str, str]) -> Iterator[str]:
-        """Yields the source of each such statement of a function, and of what it calls in the file.
-
-        Args:
-            function: the function or method.
-            data: its parameters that hold data of this call.
-            aliases: parameter -> name of the attribute of `self` that it holds.
-        """
+        """Yields the source of each such statement of a function, and of what it calls in the file; `data` are the parameters
+        that hold data of this call, `aliases` those that hold an attribute of `self`, with its name."""
         if function in self._running:
             return
         self._running.append(function)
@@ -100,10 +94,9 @@ class StateChanges:
     def _as_assignment(self, node: ast.AST) -> ast.AST:
         """`self.load = value` for `setattr(self, "load", value)`; other statements as they are."""
         match node:
-            case ast.Expr(ast.Call(function, [ast.Name("self") as owner, ast.Constant(str(name)), value])) if (
-                self._anatomy.names.resolve(function) == "builtins.setattr"
-            ):
-                return ast.Assign([ast.Attribute(owner, name, ast.Store())], value)
+            case ast.Expr(ast.Call(setter, [ast.Name("self") as owner, ast.Constant(str(name)), value])):
+                if self._names.resolve(setter) == "builtins.setattr":
+                    return ast.Assign([ast.Attribute(owner, name, ast.Store())], value)
         return node
 
     def _of_called(
@@ -329,8 +322,5 @@ def _asked_flags(forward: FunctionNode) -> set[str]:
     handed_on = [n for n in named if isinstance(n.value, ast.Name) and n.value.id == kwargs]
     if [*loaded(forward), *stored(forward)].count(kwargs) != len(asked) + len(handed_on):
         return set()
-    return {
-        ast.unparse(call)
-        for call in asked
-        if len(call.args) == 2 and isinstance(call.args[1], ast.Constant) and isinstance(call.args[1].value, bool)
-    }
+    defaults = {call: call.args[1] for call in asked if len(call.args) == 2}
+    return {ast.unparse(call) for call, default in defaults.items() if ast.unparse(default) in ("True", "False")}

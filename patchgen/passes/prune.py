@@ -112,9 +112,8 @@ def _has_effect(block: Block) -> bool:
 
 
 def _stays(block: Block, kept_names: set[str]) -> bool:
-    if block.is_import or block.is_docstring or _has_effect(block) or "__all__" in block.binds:
-        return True
-    return any(name in kept_names for name in block.binds)
+    is_kept = block.is_import or block.is_docstring or _has_effect(block) or "__all__" in block.binds
+    return is_kept or not kept_names.isdisjoint(block.binds)
 
 
 def _strip_isinstance(block: Block) -> ast.Module:
