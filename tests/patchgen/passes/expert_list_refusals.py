@@ -33,6 +33,10 @@ NAMED = {
         "experts that are built alike, whatever their number",
         "self.experts = nn.ModuleList([ToyMLP(config, width=config.size + i) for i in ",
     ),
+    "experts inside another module": (
+        "torch.nn.Sequential.forward(x) that returns self.<down>(self.<activation>(self.<gate>(x)) * self.<up>(x))",
+        "torch.nn.Sequential",
+    ),
     "experts beside the list": (
         BUILT,
         "self.experts = nn.ModuleList([ToyMLP(config, width=config.size) for _ in range(self.num_experts)] + [",

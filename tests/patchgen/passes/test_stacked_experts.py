@@ -293,6 +293,10 @@ REFUSED = {
         "[ToyMLP(config, width=config.size) for _ in",
         "[ToyMLP(config, width=config.size + i) for i in",
     ),
+    "experts inside another module": (
+        "[ToyMLP(config, width=config.size) for _ in",
+        "[nn.Sequential(ToyMLP(config, width=config.size)) for _ in",
+    ),
     "experts beside the list": (
         "for _ in range(self.num_experts)])",
         "for _ in range(self.num_experts)] + [nn.Identity()])",
