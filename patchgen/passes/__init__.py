@@ -22,6 +22,7 @@ from patchgen.passes.hand_edits import HandEdits
 from patchgen.passes.host_sync_lint import HostSyncLint
 from patchgen.passes.host_values import HostValues
 from patchgen.passes.language_sp import LanguageSP
+from patchgen.passes.length_choices import LengthChoices
 from patchgen.passes.local_classes import LocalClasses
 from patchgen.passes.max_seqlen import MaxSeqlen
 from patchgen.passes.mixer_sp import MixerSP
@@ -51,6 +52,7 @@ PASSES: tuple[type[Pass], ...] = (
     SharedExperts,
     RouterLoss,
     UnevenBranches,
+    LengthChoices,
     FusedLoss,
     LanguageSP,
     DrawnMasks,
