@@ -40,30 +40,30 @@ def is_number(anatomy: Anatomy, owner: str, attribute: str) -> bool:
     """Whether `self.<attribute>` is no tensor: a constant, a value of the config (also a string, a list, or the config itself),
     or computed from these."""
     held = anatomy.held(owner, attribute)
-    return bool(held) and all(_is_number(value, anatomy, owner) for value in held)
+    return bool(held) and all(is_made_of_numbers(value, anatomy, owner) for value in held)
 
 
-def _is_number(value: ast.AST, anatomy: Anatomy, owner: str, visited: frozenset[str] = frozenset()) -> bool:
+def is_made_of_numbers(value: ast.AST, anatomy: Anatomy, owner: str, visited: frozenset[str] = frozenset()) -> bool:
     """Whether an expression is a constant or a value of a config, or computed from these; in the class that reads it, attributes
     that hold such."""
     if isinstance(value, ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.IfExp):
         parts = (part for part in ast.iter_child_nodes(value) if isinstance(part, ast.expr))
-        return all(isinstance(part, ast.Compare) or _is_number(part, anatomy, owner, visited) for part in parts)
+        return all(isinstance(part, ast.Compare) or is_made_of_numbers(part, anatomy, owner, visited) for part in parts)
     if isinstance(value, ast.Call):
         parts, meaning = value.args, anatomy.names.resolve(value.func)
         match parts:
             case [holder, ast.Constant(str(name)), *defaults] if meaning == "builtins.getattr":
                 parts = [ast.Attribute(holder, name, ast.Load()), *defaults]
-        return meaning in NUMBERS and all(_is_number(part, anatomy, owner, visited) for part in parts)
+        return meaning in NUMBERS and all(is_made_of_numbers(part, anatomy, owner, visited) for part in parts)
     if isinstance(value, ast.Subscript):
-        return _is_number(value.value, anatomy, owner, visited)
+        return is_made_of_numbers(value.value, anatomy, owner, visited)
     if isinstance(value, ast.Name) and value.id != CONFIG:
         return value.id not in visited and _is_number_by_name(value, anatomy, owner, visited | {value.id})
     place = anatomy.constructions.scopes.get(value.value) if isinstance(value, ast.Attribute) else None
     if place and (attribute := own_attribute(value)):
         held, read = anatomy.held(place.owner, attribute), f"{place.owner}.{attribute}"
         if held and read not in visited:
-            return all(_is_number(one, anatomy, place.owner, visited | {read}) for one in held)
+            return all(is_made_of_numbers(one, anatomy, place.owner, visited | {read}) for one in held)
     return isinstance(value, ast.Constant) or is_left_in_config(anatomy, value)
 
 
@@ -82,7 +82,7 @@ def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, visited: fr
         known = [*anatomy.handed(owner, name)] or ([default] if default is not None and not is_annotated else [])
     elif name.id in annotations and not is_annotated:
         known = []  # what other methods are called with is not read
-    return bool(known or is_annotated) and all(_is_number(value, anatomy, owner, visited) for value in known)
+    return bool(known or is_annotated) and all(is_made_of_numbers(value, anatomy, owner, visited) for value in known)
 
 
 def is_matrix(anatomy: Anatomy, owner: str, factor: ast.AST) -> bool:

@@ -63,7 +63,7 @@ class StateChanges:
             is_chosen = conditions and (values_in(*conditions) - flags(function)) & derived
             return bool(is_chosen or values_in(*values) & derived)
 
-        for statement, conditions in _in_order(function.body):
+        for statement, conditions in in_order(function.body):
             node = self._as_assignment(statement)
             parts = [part for part in ast.iter_child_nodes(node) if not isinstance(part, BODIES)]
             for target, value in value_pairs(node):
@@ -191,7 +191,7 @@ def _state_of(node: ast.AST, aliases: dict[str, str]) -> str | None:
     return own_attribute(node)
 
 
-def _in_order(
+def in_order(
     body: Iterable[ast.AST], conditions: tuple[ast.AST, ...] = ()
 ) -> Iterator[tuple[ast.AST, tuple[ast.AST, ...]]]:
     """All statements in source order, nested ones too, each with the tests and iterables of the blocks that it is in."""
@@ -200,8 +200,8 @@ def _in_order(
         asked = [getattr(node, name) for name in ("test", "iter", "subject") if hasattr(node, name)]
         otherwise = node.orelse if isinstance(node, ast.If) else []
         inside = [part for part in ast.iter_child_nodes(node) if isinstance(part, BODIES) and part not in otherwise]
-        yield from _in_order(inside, (*conditions, *asked))
-        yield from _in_order(otherwise, (*conditions, *(ast.UnaryOp(ast.Not(), test) for test in asked)))
+        yield from in_order(inside, (*conditions, *asked))
+        yield from in_order(otherwise, (*conditions, *(ast.UnaryOp(ast.Not(), test) for test in asked)))
 
 
 def value_pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:

@@ -1,0 +1,148 @@
+"""Which expressions of a function have one value on all ranks, whatever tokens each of them has.
+
+Known to be the same are constants, numbers and modules of `self`, the config, flags (`state_changes.flags`), whether something
+is None, what kind of tensor or object something is, and what is computed from these alone:
+
+    self.training and self.config.num_experts > 1      the same
+    for i, layer in enumerate(self.layers)             the same number of steps
+    mask.sum() > 0, True in mask, rows.numel()         not: they depend on this rank's tokens
+    hidden_states.shape[1] > 1                         not: ranks may have sequences of different lengths
+"""
+
+# pyright: reportMatchNotExhaustive=false
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from patchgen.anatomy.classes import LISTS, FunctionNode, base_name, own_attribute, parameters, stored, walk
+from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.known import is_left_in_config, is_made_of_numbers, is_number
+from patchgen.anatomy.names import CONFIG, local_names
+from patchgen.anatomy.state_changes import BODIES, flags, in_order, value_pairs
+
+# Builtins whose result is the same on all ranks if their arguments are.
+BUILTINS = frozenset(
+    f"builtins.{name}"
+    for name in (
+        *("len", "range", "enumerate", "zip", "reversed", "iter", "list", "tuple", "set", "sorted", "getattr"),
+        *("min", "max", "sum", "any", "all", "abs", "round", "int", "float", "bool", "str"),
+    )
+)
+ABOUT_KINDS = ("builtins.isinstance", "builtins.hasattr", "builtins.callable", "builtins.type")
+KINDS = ("ndim", "dtype", "device", "is_cuda")  # what a tensor is, whatever its sizes and values
+LIBRARIES = ("torch.", "transformers.")  # their functions `is_grad_enabled()`, `is_compiling()` ask about the process
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a function's arguments: which are the same on all ranks, and which may be None on some alone."""
+
+    same: frozenset[str] = frozenset()
+    uncertain: frozenset[str] = field(default=frozenset())
+
+
+class SameOnRanks:
+    """Reads the expressions of one function, which code of the class `owner` runs."""
+
+    def __init__(self, anatomy: Anatomy, owner: str, function: FunctionNode, known: Known) -> None:
+        self._anatomy, self._owner, self._names = anatomy, owner, anatomy.names
+        self._local, self._flags = local_names(function), flags(function)
+        self._different = parameters(function) - {*known.same, CONFIG}
+        self._uncertain = {*known.uncertain}  # names that may be None on some ranks alone
+        bindings, before = list(_bindings(function)), -1
+        while before < len(self._different) + len(self._uncertain):
+            before = len(self._different) + len(self._uncertain)
+            for name, value, conditions in bindings:
+                is_chosen = not all(map(self.contains, conditions))
+                if is_chosen or value is None or not self.contains(value):
+                    self._different.add(name)
+                if is_chosen or value is None or not self.is_none_alike(value):
+                    self._uncertain.add(name)
+
+    def contains(self, node: ast.AST | None) -> bool:
+        """Whether an expression, or a part of one, is the same on all ranks."""
+        match node:
+            case None | ast.Constant():
+                return True
+            case ast.Name(name):
+                return name not in self._different and (name in self._local or self._names.resolve(node) is not None)
+            case ast.Compare(value, [ast.Is() | ast.IsNot()], [ast.Constant(None)]):
+                return self.is_none_alike(value)
+            case ast.Attribute(value, name):
+                if attribute := own_attribute(node):
+                    return attribute == "training" or self._is_number_or_module(attribute)
+                return name in KINDS or self._names.resolve(node) is not None or self._is_of_config(value, node)
+            case ast.Call():
+                return self._contains_call(node)
+            case ast.NamedExpr(_, value):
+                return self.contains(value)
+            case ast.Lambda() | ast.Await() | ast.Yield() | ast.YieldFrom():
+                return False
+        return all(map(self.contains, ast.iter_child_nodes(node)))
+
+    def is_none_alike(self, value: ast.expr) -> bool:
+        """Whether a value is None on all ranks or on none."""
+        match value:
+            case ast.Name(name):
+                return name not in self._uncertain
+            case ast.IfExp(test, body, orelse):
+                return self.contains(test) and self.is_none_alike(body) and self.is_none_alike(orelse)
+            case ast.BoolOp(_, parts):
+                return all(map(self.contains, parts))
+            case ast.NamedExpr(_, inner):
+                return self.is_none_alike(inner)
+        return True
+
+    def _is_of_config(self, holder: ast.expr, node: ast.Attribute) -> bool:
+        """Whether an attribute is one of the config, or of what `self` has from it: `self.text_config.num_layers`."""
+        attribute = own_attribute(holder)
+        is_held = attribute is not None and is_number(self._anatomy, self._owner, attribute)
+        is_kept = is_held and not self._anatomy.is_stored_outside(node.attr, [CONFIG])
+        return is_kept or is_left_in_config(self._anatomy, node)
+
+    def _is_number_or_module(self, attribute: str) -> bool:
+        def is_same(value: ast.AST) -> bool:
+            match value:
+                case ast.Compare(left, _, others):
+                    return all(is_made_of_numbers(part, self._anatomy, self._owner) for part in (left, *others))
+                case ast.Call(function) if meaning := self._names.resolve(function):
+                    if meaning in LISTS or meaning.removeprefix(".") in self._anatomy.classes:
+                        return True
+            return is_made_of_numbers(value, self._anatomy, self._owner)
+
+        held = self._anatomy.held(self._owner, attribute)
+        return bool(held) and all(map(is_same, held))
+
+    def _contains_call(self, call: ast.Call) -> bool:
+        meaning = self._names.resolve(call.func, self._local) or ""
+        if meaning in ABOUT_KINDS or ast.unparse(call) in self._flags:
+            return True
+        is_same = all(map(self.contains, (*call.args, *(keyword.value for keyword in call.keywords))))
+        match call.func:
+            case _ if meaning:
+                is_asking = meaning.startswith(LIBRARIES) and meaning.rpartition(".")[2].startswith("is_")
+                return is_same and (meaning in BUILTINS or is_asking)
+            case ast.Attribute(value, method) if own_attribute(call.func) is None:
+                return is_same and (method == "dim" or self.contains(value))
+        return False
+
+
+def _bindings(function: FunctionNode) -> Iterator[tuple[str, ast.expr | None, tuple[ast.AST, ...]]]:
+    """(name, value, tests and iterables around) for each time a function binds or changes a name; no value where that is not
+    told by an assignment or loop."""
+    for statement, conditions in in_order(function.body):
+        own = [part for part in ast.iter_child_nodes(statement) if not isinstance(part, BODIES)]
+        for node in (statement, *(inner for part in own for inner in walk(part))):
+            pairs = [(node.target, node.iter)] if isinstance(node, ast.comprehension) else value_pairs(node)
+            for target, value in pairs:
+                yield from ((name, value, conditions) for name in {*stored(target), base_name(target)} - {"", "self"})
+            match node:
+                case ast.Expr(ast.Call(ast.Attribute(holder), args)) if (name := base_name(holder)) not in (
+                    "",
+                    "self",
+                ):
+                    yield name, ast.Tuple(args, ast.Load()), conditions  # `rows.append(row)`
+                case ast.withitem(_, ast.Name(name)) | ast.ExceptHandler(_, str(name)) | ast.MatchAs(_, str(name)):
+                    yield name, None, conditions
