@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 
-from patchgen.anatomy import Anatomy
+from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
@@ -20,6 +20,7 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.known import MAKERS
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.tokenwise import stored_names
+from patchgen.anatomy.uneven_runs import uneven_conditions
 from patchgen.passes.base import Example, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, insert_first
 from patchgen.source import Block
@@ -35,7 +36,7 @@ class UnevenBranches(SitePass):
     purpose = (
         "A module that runs where this rank's tokens ask for it runs where any rank's do, or is refused on several."
     )
-    expects = "any number of hits: one per class with such a branch"
+    expects = "any number of hits: one per class with such a branch, loop or return"
     EXAMPLES = (
         Example("""experts of one modality
         class ExampleMoeBlock(nn.Module):
@@ -68,23 +69,60 @@ class UnevenBranches(SitePass):
                     out = self.text_moe(hidden_states)
                 return out
         """),
+        Example("""a condition by which some ranks may leave out experts: only what is known to be the same on all ranks may decide
+        class ExampleExperts(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.size, config.hidden))
+                self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden, config.size))
+
+            def forward(self, hidden_states, selected_experts, routing_weights):
+                for e in selected_experts.unique():
+                    hidden_states = hidden_states @ self.gate_up_proj[e] @ self.down_proj[e]
+                return hidden_states
+
+
+        class ExampleMoeBlock(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.experts = ExampleExperts(config)
+
+            def forward(self, hidden_states, selected_experts, routing_weights):
+      +         # patchgen: uneven_branches
+      +         ops.refuse_uneven_ranks("ExampleMoeBlock", "routing_weights.max() < 0.1")
+                if routing_weights.max() < 0.1:
+                    return hidden_states
+                return self.experts(hidden_states, selected_experts, routing_weights)
+        """),
     )
 
     def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
-        branches = _branches_of_tokens(info.methods.get("forward"), info)
-        return f"`{ast.unparse(branches[0].test)}` decides what runs" if branches else ""
+        decides = _deciding(info.methods.get("forward"), info, anatomy)
+        return f"`{decides[0]}` decides what runs" if decides else ""
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         info, editor = anatomy.classes[site.block], Editor(block, self.mark)
         forward = editor.function("forward")  # nodes of the block's tree, which the editor needs
-        branch, *others = _branches_of_tokens(forward, info)
-        agreed = _agreed_on(forward, branch) if not others else None
-        if agreed is not None and (states := _states(forward, branch, agreed, anatomy)):
+        branches, decides = _branches_of_tokens(forward, info), _deciding(forward, info, anatomy)
+        branch = branches[0] if len(branches) == 1 and {*decides} == {ast.unparse(branches[0].test)} else None
+        agreed = _agreed_on(forward, branch) if branch is not None else None
+        if branch is not None and agreed and (states := _states(forward, branch, agreed, anatomy)):
             editor.instead(branch.test, f"({agreed} := ops.tokens_of_any_rank({agreed}, {states})) is not None")
             editor.mark(branch)
             return Rewritten(editor.result, "taken where any rank has such tokens")
-        code = f"ops.refuse_uneven_ranks({site.block!r}, {ast.unparse(_reads(branch)[0])!r})"
+        test = ast.unparse(_reads(branches[0])[0]) if branches else decides[0]
+        code = f"ops.refuse_uneven_ranks({site.block!r}, {test!r})"
         return Rewritten(insert_first(block, "forward", code, self.mark), "refused on several ranks")
+
+
+def _deciding(forward: FunctionNode | None, info: ClassInfo, anatomy: Anatomy) -> list[str]:
+    """The conditions in a class's own forward that decide on this rank alone whether modules run: of modules with experts
+    each that is not known to be the same on all ranks, of others those that ask for `any()` or `all()`."""
+    if forward is None:
+        return []
+    branches = [ast.unparse(branch.test) for branch in _branches_of_tokens(forward, info)]
+    of_experts = [] if Role.EXPERTS in info.roles else uneven_conditions(anatomy, info.name)
+    return list(dict.fromkeys([*branches, *map(ast.unparse, of_experts)]))
 
 
 def _branches_of_tokens(forward: FunctionNode | None, info: ClassInfo) -> list[ast.If]:

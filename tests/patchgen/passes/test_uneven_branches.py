@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from generation_cases import applied
+from generation_cases import anatomy_of, applied, edited, load
 
+from patchgen import pipeline, source
+from patchgen.passes.stacked_experts import StackedExperts
 from patchgen.passes.uneven_branches import UnevenBranches
 
 BLOCK = """
@@ -87,3 +89,230 @@ def test_a_branch_within_another_is_refused_on_several_ranks():
     nested = f"if hidden_states.shape[0] > 1:\n            {TEST}" + inside.replace("\n    ", "\n        ")
     written = applied(UnevenBranches(), f"{head}{nested.rstrip()}\n        return out{end}").module.text
     assert "ops.refuse_uneven_ranks" in written and "tokens_of_any_rank" not in written
+
+
+EXPERTS = """
+class ExampleExperts(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.size, config.hidden))
+        self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden, config.size))
+
+    def forward(self, rows, index, weights):
+        for expert in index.unique():
+            if (index == expert).any():
+                rows = rows @ self.gate_up_proj[expert] @ self.down_proj[expert]
+        return rows
+
+
+class ExampleMoeBlock(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.num_experts = config.num_experts
+        self.has_experts = getattr(config, "num_experts", 0) > 0
+        self.text_config = config.text_config
+        self.norm = nn.LayerNorm(config.hidden)
+        self.experts = ExampleExperts(config)
+        self.more = nn.ModuleList([ExampleExperts(config) for _ in range(2)])
+
+    def wants(self, rows):
+        return (rows[:, 0] > 0).any()
+
+    def run(self, module, rows, index, weights, is_wanted=True):
+        if is_wanted:
+            return module(rows, index, weights)
+        return rows
+
+    def forward(self, x, index, weights, use_all: bool = True, mask=None):
+        out, keep = torch.zeros_like(x), x[:, 0] > 0
+{body}
+        return out
+"""
+RUN = "self.experts(x, index, weights)"
+
+
+def with_experts(body: str) -> str:
+    """What the pass writes for a block whose forward has this body."""
+    text = EXPERTS.replace("{body}", "\n".join(f"        {line}" for line in body.split("\n")))
+    return applied(UnevenBranches(), text).module.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(
+            f"if {test}:\n    out = {RUN}"
+            for test in (
+                "keep.any()",
+                "torch.any(keep)",
+                "keep.sum() > 0",
+                "torch.count_nonzero(keep)",
+                "x.mean() > 0",
+                "weights.max() > 0.4",
+                "self.wants(x)",
+                "True in keep",
+                "not torch.equal(keep, torch.zeros_like(keep))",
+                "use_all and keep.sum().item()",
+                "x.shape[1] > 1",
+                "mask is not None and mask[0] > 0",
+                "(count := keep.sum()) > 0",
+                "torch.rand(()) < 0.5",
+                "self.num_experts > 2 and len(keep.tolist()) > 1",
+            )
+        ),
+        "rows = x[keep]\nif rows.numel():\n    out[keep] = self.experts(rows, index, weights)",
+        "rows = x[keep]\nif rows.shape[0] > 0:\n    out[keep] = self.experts(rows, index, weights)",
+        f"chosen = keep.nonzero()[:, 0]\nif len(chosen):\n    out = {RUN}",
+        f"has = keep.any()\nif has:\n    out = {RUN}",
+        f"has = False\nif keep.any():\n    has = True\nif has:\n    out = {RUN}",
+        f"rows = None\nif keep.any():\n    rows = x\nif rows is not None:\n    out = {RUN}",
+        f"rows = x if keep.any() else None\nif rows is not None:\n    out = {RUN}",
+        f"rows = []\nfor row in x[keep]:\n    rows.append(row)\nif rows:\n    out = {RUN}",
+        f"out = {RUN} if keep.any() else x",
+        f"out = keep.any() and {RUN}",
+        f"out = [{RUN} for _ in keep.nonzero()]",
+        f"if not keep.any():\n    return x\nout = {RUN}",
+        f"if use_all:\n    if not keep.any():\n        return x\nout = {RUN}",
+        f"while keep.any():\n    out = {RUN}\n    keep = keep & False",
+        f"while True:\n    out = {RUN}\n    if (out > 0).all():\n        break",
+        f"for _ in keep.nonzero()[:1, 0]:\n    out = {RUN}",
+        f"for _ in range(2):\n    if keep.any():\n        continue\n    out = {RUN}",
+        f"for _ in range(int(keep.sum())):\n    out = {RUN}",
+        f"match int(keep.sum()):\n    case 0:\n        out = x\n    case _:\n        out = {RUN}",
+        "experts = self.experts\nif keep.any():\n    out = experts(x, index, weights)",
+        "for experts in self.more:\n    if keep.any():\n        out = experts(x, index, weights)",
+        "if keep.any():\n    out = self.more[0](x, index, weights)",
+        "if keep.any():\n    out = self.run(self.experts, x, index, weights)",
+        "out = self.run(self.experts, x, index, weights, is_wanted=bool(keep.any()))",
+        "if keep.any():\n    out = torch.utils.checkpoint.checkpoint(self.experts, x, index, weights)",
+        f"def run(x):\n    return {RUN}\nif keep.any():\n    out = run(x)",
+        f"run = lambda: {RUN}\nif keep.any():\n    out = run()",
+        f"if keep.any():\n    out = {RUN}\nelse:\n    out = {RUN} + {RUN}",
+    ],
+)
+def test_a_condition_that_may_leave_out_experts_on_some_ranks_is_refused_on_several(body):
+    assert "ops.refuse_uneven_ranks" in with_experts(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(
+            f"if {test}:\n    out = {RUN}"
+            for test in (
+                "self.training",
+                "use_all and not self.training",
+                "self.num_experts > 1",
+                "self.has_experts",
+                "self.text_config.num_layers > 2",
+                "self.config.num_experts % 2 == 0",
+                "getattr(self.config, 'routed', True)",
+                "mask is not None",
+                "isinstance(self.experts, ExampleExperts)",
+                "len(self.more) > 1",
+                "x.dim() == 2 and x.dtype == torch.float32",
+                "torch.is_grad_enabled()",
+            )
+        ),
+        f"num_runs = self.num_experts // 2\nfor _ in range(num_runs):\n    out = {RUN}",
+        "for place, experts in enumerate(self.more):\n    if place > 0:\n        out = experts(x, index, weights)",
+        "out = self.run(self.experts, x, index, weights, is_wanted=self.training)",
+        f"if keep.sum() > 0:\n    out = self.norm(x)\nout = {RUN}",
+        f"if keep.sum() > 0:\n    out = {RUN}\nelse:\n    out = self.experts(x * 2, index, weights)",
+        f"if keep.sum() > 0:\n    return {RUN}\nout = {RUN} * 2",
+        f"if x.shape[-1] != 4:\n    raise ValueError(x)\nout = {RUN}",
+        f"match int(keep.sum()):\n    case 0:\n        out = {RUN}\n    case _:\n        out = {RUN} * 2",
+        f"out = {RUN}\nif keep.sum() > 0:\n    out = out * 2",
+        f"out = {RUN}\nif not keep.any():\n    return x",
+        f"out = {RUN}\nfor row in keep.nonzero():\n    out = out + row",
+        "rows = None if use_all else x\nif rows is not None:\n    out = self.experts(rows, index, weights)",
+    ],
+)
+def test_a_condition_that_is_the_same_on_all_ranks_decides_on_experts(body):
+    assert "refuse_uneven_ranks" not in with_experts(body)
+
+
+SUBCLASS = """
+
+class ExampleSparserBlock(ExampleMoeBlock):
+    def {}:
+        {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "code", "owner"),
+    [
+        ("run(self, module, rows, *given)", "return module(rows, *given) if self.wants(rows) else rows", "MoeBlock"),
+        ("forward(self, x, *given)", "return super().forward(x, *given) if self.wants(x) else x", "SparserBlock"),
+    ],
+    ids=["a method that the forward calls", "the forward of the class above"],
+)
+def test_what_a_subclass_overrides_is_read(method, code, owner):
+    text = EXPERTS.replace("{body}", "        out = self.run(self.experts, x, index, weights)")
+    assert "ops.refuse_uneven_ranks" not in applied(UnevenBranches(), text).module.text
+    written = applied(UnevenBranches(), text + SUBCLASS.format(method, code)).module.text
+    assert f'ops.refuse_uneven_ranks("Example{owner}", "self.wants(' in written
+
+
+OUTER = """
+
+class ExampleLayer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.mlp = ExampleMoeBlock(config)
+
+    def forward(self, x, index, weights):
+        {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "is_refused"),
+    [
+        ("return self.mlp(x, index, weights) if x.sum() > 0 else x", True),
+        ("return self.mlp.experts(x, index, weights) if x.sum() > 0 else x", True),
+        ("return self.mlp.run(self.mlp.experts, x, index, weights, x.sum() > 0)", True),
+        ("return self.mlp.run(self.mlp.experts, x, index, weights, self.training)", False),
+        ("return self.mlp(x * 2 if self.mlp.wants(x) else x, index, weights)", False),
+    ],
+)
+def test_a_module_that_contains_experts_is_one_with_experts(code, is_refused):
+    text = EXPERTS.replace("{body}", f"        out = {RUN}") + OUTER.format(code)
+    written = applied(UnevenBranches(), text).module.text
+    assert ('ops.refuse_uneven_ranks("ExampleLayer"' in written) == is_refused
+    assert 'ops.refuse_uneven_ranks("ExampleMoeBlock"' not in written
+
+
+ABOVE = "        routed = torch.zeros_like(hidden_states)\n"
+
+
+@pytest.mark.parametrize(
+    ("above", "is_refused"),
+    [("", False), ("        if hidden_states.sum() > 0:\n            return hidden_states\n", True)],
+    ids=["alone", "below a return"],
+)
+def test_the_loop_that_one_call_of_stacked_experts_replaces_decides_on_nothing(above, is_refused):
+    text = StackedExperts.EXAMPLES[0].before.replace(ABOVE, above + ABOVE)
+    assert above in text
+    anatomy = anatomy_of(text)
+    stacked = StackedExperts().apply(source.parse(text, "example.py"), anatomy)
+    for name in stacked.added:
+        anatomy.add(name, stacked.module)
+    outcome = UnevenBranches().apply(stacked.module, anatomy)
+    refusal = 'ops.refuse_uneven_ranks("ExampleMoE", "hidden_states.sum() > 0")'
+    assert ("ops.refuse_uneven_ranks" in outcome.module.text, refusal in outcome.module.text) == (
+        is_refused,
+        is_refused,
+    )
+
+
+CALL = "        final_hidden_states = self.experts(hidden_states_reshaped, selected_experts, routing_weights)\n"
+
+
+@pytest.mark.sampled(1)
+def test_a_sum_that_decides_on_the_experts_of_a_model_is_refused_on_several_ranks():
+    wanted = f"        final_hidden_states = hidden_states_reshaped\n        if routing_weights.sum() > 0:\n    {CALL}"
+    found = pipeline.generate(edited(load("qwen3_moe"), (CALL, wanted))).text
+    assert 'ops.refuse_uneven_ranks("Qwen3MoeSparseMoeBlock", "routing_weights.sum() > 0")' in found
