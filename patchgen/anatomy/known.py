@@ -48,7 +48,9 @@ def is_made_of_numbers(value: ast.AST, anatomy: Anatomy, owner: str, visited: fr
     that hold such."""
     if isinstance(value, ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.IfExp):
         parts = (part for part in ast.iter_child_nodes(value) if isinstance(part, ast.expr))
-        return all(isinstance(part, ast.Compare) or is_made_of_numbers(part, anatomy, owner, visited) for part in parts)
+        return all(
+            isinstance(part, ast.Compare) or is_made_of_numbers(part, anatomy, owner, visited) for part in parts
+        )
     if isinstance(value, ast.Call):
         parts, meaning = value.args, anatomy.names.resolve(value.func)
         match parts:
