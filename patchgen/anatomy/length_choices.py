@@ -16,7 +16,7 @@ from patchgen.anatomy.known import POINTWISE
 from patchgen.anatomy.names import is_of_config, local_names
 from patchgen.anatomy.positions import POSITIONS
 from patchgen.anatomy.state_changes import value_pairs
-from patchgen.anatomy.training_path import parts
+from patchgen.anatomy.training_path import statements_with_reasons
 
 UNORDERED = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
 BOUNDS = ("min", "max", "clamp", "clip", "minimum", "maximum")
@@ -48,7 +48,7 @@ class ChosenByLength:
     @property
     def found(self) -> Iterator[ast.expr]:
         left_out, of_rows = self._outside_training() | self._counts_of_topk(), self._lengths_of_rows()
-        for part, why in parts(self._function, ""):
+        for part, why in statements_with_reasons(self._function, ""):
             for node in () if why or isinstance(part, ast.Assert | ast.Raise) else walk(part):
                 is_choice = self._compares(node) or self._bounds(node)
                 is_choice |= self._is_largest(node) and node not in of_rows

@@ -9,7 +9,7 @@ from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import FunctionNode, loaded, walk
 from patchgen.anatomy.length_choices import ChosenByLength
 from patchgen.anatomy.sequence_operations import language_model_classes, sequence_operations
-from patchgen.anatomy.training_path import training_functions
+from patchgen.anatomy.training_path import reachable_functions
 from patchgen.passes.base import Example, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor
 from patchgen.source import Block, Module
@@ -36,7 +36,7 @@ class LengthChoices(SitePass):
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         language, below = language_model_classes(anatomy), _functions_of_language(anatomy)
         found: list[Site] = []
-        for where, function, excuse in training_functions(module):
+        for where, function, excuse in reachable_functions(module):
             owner = where.rpartition(".")[0]
             if excuse or not (owner in language if owner else where in below):
                 continue
