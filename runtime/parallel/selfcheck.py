@@ -1,7 +1,8 @@
 """Checks at start-up that a model computes the same on slices of a sequence as on the full sequence: a few small forwards.
 
 A layer that mixes tokens by other means than the attention, convolutions, recurrences and scans that `ops` handles
-(positions derived from token ids, hand-written attention) runs on a slice without an error, and trains wrongly.
+(positions derived from token ids, hand-written attention) runs on a slice without an error, and trains wrongly. And a router
+that takes the tokens of several rows in another order than row by row has a loss of other groups of tokens.
 
 Logits hide a small difference inside: what the last layers add, and what a head multiplies. So the decoder's layers are
 compared one by one, each with what it adds to its input, and each gets the input of the full sequence:
@@ -14,6 +15,7 @@ So a difference belongs to one layer, and rounding does not accumulate. Gradient
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -30,26 +32,27 @@ from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.fixed_draws import fixed_draws
 from patchgen.runtime.parallel.reshard import reshard
 from patchgen.runtime.parallel.restored import restored
-from patchgen.runtime.parallel.slice_layers import LayerComparison, random_slice
+from patchgen.runtime.parallel.slice_layers import LayerComparison, random_slice, recorded_routers, router_logits
 from patchgen.runtime.parallel.state import ParallelState
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 HALF_PRECISION_TOLERANCE = 5e-2
 NUM_ROWS = 2
 """Of text: more than one shows what mixes rows, or takes them in another order."""
+PRIMES = (11, 13, 17, 19, 23, 29, 37)
+"""Lengths of slices: what repeats every few tokens differs on them."""
+CHUNK = 64
+"""Tokens of a chunk of upstream's delta rules and scans: only longer rows show what they hand from one to the next."""
 
 
 @torch.no_grad()
-def require_sliceable(
-    model: nn.Module, state: ParallelState, *, vocab_size: int, tokens_per_rank: int = 11, packed: bool = True
-) -> float:
+def require_sliceable(model: nn.Module, state: ParallelState, *, vocab_size: int, packed: bool = True) -> float:
     """Compares logits `(B, S, V)`, hidden states and their gradients for random tokens, computed in slices, with those of the
     full sequence: of two rows, and of a packed one.
 
     Args:
         model: a causal language model, after `shard_model` and with its weights. Every rank must call this.
         vocab_size: upper bound of the random token ids.
-        tokens_per_rank: the length of a slice. A prime: what repeats every few tokens differs on slices of that length.
         packed: also compare a packed batch whose documents end where slices end: there position ids do not restart within
             a slice, so logits are right only if every attention gets the document lengths.
 
@@ -66,14 +69,14 @@ def require_sliceable(
     """
     if state.sp == 1:
         return 0.0
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, vocab_size, (NUM_ROWS, tokens_per_rank * state.sp), generator=generator)
+    tokens_per_rank = _tokens_per_rank(model, state.sp)
+    ids = _random_ids(vocab_size, tokens_per_rank * state.sp)
     was_training = model.training
     reshard(model)  # what an earlier forward left
     model.eval()
     compare = partial(_require_equal_logits, model, state)
     differences = [compare(row, suspicion) for row, suspicion in _text_rows(ids, tokens_per_rank, packed=packed)]
-    for kind, row in slice_media.media_rows(model, state, vocab_size=vocab_size, tokens_per_rank=tokens_per_rank):
+    for kind, row in slice_media.media_rows(model, state, vocab_size=vocab_size, tokens_per_rank=PRIMES[0]):
         suspicion = (
             f"(a row with {kind}) Some layer, or what the features pass through, mixes tokens without attention"
         )
@@ -87,6 +90,72 @@ def require_sliceable(
                 differences.append(compare({"input_ids": ids}, suspicion))
     reshard(model)
     return max(difference for difference in differences if difference is not None)
+
+
+@torch.no_grad()
+def require_router_order(model: nn.Module, state: ParallelState, *, vocab_size: int) -> None:
+    """Compares what transformers records of the routers for a row beside another with what it records for the row alone.
+
+    The loss of the routers takes these logits, `(B * S, E)`, for those of one row after the other. Does nothing for a model
+    without this loss, and on slices, of which `require_sliceable` compares these logits. Every rank must call this.
+
+    Raises:
+        ValueError: those of most tokens differ.
+    """
+    config = model.config.get_text_config()
+    routers = recorded_routers(model) if getattr(config, "output_router_logits", False) else []
+    if state.sp > 1 or not routers:
+        return
+    ids = _random_ids(vocab_size, PRIMES[0]).to(state.data_mesh.device_type)
+    was_training = model.training
+    reshard(model)
+    model.eval()
+    with parallel.using(state):
+        beside, alone = _recorded_logits(model, routers, ids), _recorded_logits(model, routers, ids[:1])
+    model.train(was_training)
+    reshard(model)
+    differing = ""
+    for path, expected in alone.items():
+        by_token = (beside[path][: len(expected)] - expected).float().abs().amax(-1)
+        if not differing and bool(by_token.median() > HALF_PRECISION_TOLERANCE * expected.float().abs().max()):
+            differing = path
+    is_other = torch.tensor(float(bool(differing)), device=state.data_mesh.device_type)
+    if all_reduce(is_other, op=dist.ReduceOp.MAX, operation="compare the order of router logits"):
+        raise ValueError(
+            f"{type(model).__name__.removeprefix('FSDP')} gives its routers the tokens of several rows in another order than row "
+            f"by row, or mixes rows{f' (first in {differing})' * bool(differing)}: its router loss would be that of other tokens. "
+            "To fix: train without it (output_router_logits: false), or give each router its tokens row by row."
+        )
+
+
+def _recorded_logits(model: nn.Module, routers: list[tuple[str, nn.Module, int]], ids: Tensor) -> dict[str, Tensor]:
+    """The logits `(B * S, E)` of each router, by its path, in the forward of these tokens `(B, S)`."""
+    found: dict[str, Tensor] = {}
+
+    def record(_, __, output, path: str, index: int) -> None:
+        logits = router_logits(output, index)
+        if isinstance(logits, Tensor):
+            found[path] = logits.flatten(0, -2)
+
+    hooks = [module.register_forward_hook(partial(record, path=path, index=index)) for path, module, index in routers]
+    with contextlib.ExitStack() as stack:
+        for hook in hooks:
+            stack.callback(hook.remove)
+        stack.enter_context(restored(model))
+        model(input_ids=ids, use_cache=False)
+    return found
+
+
+def _random_ids(vocab_size: int, length: int) -> Tensor:
+    """Random tokens `(NUM_ROWS, length)`, the same on every rank."""
+    return torch.randint(1, vocab_size, (NUM_ROWS, length), generator=torch.Generator().manual_seed(0))
+
+
+def _tokens_per_rank(model: nn.Module, sp: int) -> int:
+    """The length of a slice: of rows longer than a chunk, if the model has as many positions."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    length = next((prime for prime in PRIMES if prime * sp > CHUNK), PRIMES[-1])
+    return length if positions is None or length * sp <= positions else PRIMES[0]
 
 
 def _text_rows(ids: Tensor, tokens_per_rank: int, *, packed: bool) -> Iterator[tuple[dict[str, Tensor], str]]:

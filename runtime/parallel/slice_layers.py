@@ -67,7 +67,7 @@ class LayerComparison:
         self.worst_ratio, self.first_module, self.first_kind = 0.0, "", STATES
         self._state, self._ids = state, input_ids
         self._layers, self._parts = _layers_and_parts(model)
-        self._routers = _recorded_routers(model)
+        self._routers = recorded_routers(model)
         embedding = getattr(model, "get_input_embeddings", lambda: None)()
         self._embeddings = [(path, module) for path, module in model.named_modules() if module is embedding]
         self._dtypes: set[torch.dtype] = set()
@@ -230,7 +230,7 @@ class LayerComparison:
             for path, module, index in self._routers:
 
                 def logits_of(_, __, output, path=path, index=index):
-                    logits = output[index] if isinstance(output, tuple | list) else output
+                    logits = router_logits(output, index)
                     if logits is None:
                         return
                     num_rows = len(input_ids)
@@ -266,7 +266,7 @@ def _layers_and_parts(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], li
     return list(layers.items()), parts
 
 
-def _recorded_routers(model: nn.Module) -> list[tuple[str, nn.Module, int]]:
+def recorded_routers(model: nn.Module) -> list[tuple[str, nn.Module, int]]:
     """Modules of which transformers records router logits, for a loss of the routers, by path: and which of their outputs."""
     routers: dict[str, tuple[str, nn.Module, int]] = {}
     for prefix, owner in model.named_modules():
@@ -276,6 +276,11 @@ def _recorded_routers(model: nn.Module) -> list[tuple[str, nn.Module, int]]:
             found = [(path, part) for path, part in owner.named_modules(prefix=prefix) if isinstance(part, target)]
             routers |= {path: (path, part, index) for path, part in found}
     return list(routers.values())
+
+
+def router_logits(output: Any, index: int) -> Any:
+    """What transformers records of a router's output."""
+    return output[index] if isinstance(output, tuple | list) else output
 
 
 def _with_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:

@@ -426,15 +426,18 @@ def weight_names(model: nn.Module) -> list[str]:
 def check_slices_and_report(
     recipe: Recipe, model: PreTrainedModel, state: ParallelState, seam_implementations: Mapping[str, str]
 ) -> str:
-    """Refuses a model that computes other results on sequence slices (collective); returns a report of what runs where.
+    """Refuses a model that computes other results on sequence slices, or a loss of routers of other tokens (collective);
+    returns a report of what runs where.
 
     Raises:
-        ValueError: as `selfcheck.require_sliceable`.
+        ValueError: as `selfcheck.require_sliceable` and `require_router_order`.
     """
     from patchgen.runtime.parallel import selfcheck
 
     with parallel.using(state):
-        selfcheck.require_sliceable(model, state, vocab_size=model.config.get_text_config().vocab_size)
+        vocab_size = model.config.get_text_config().vocab_size
+        selfcheck.require_sliceable(model, state, vocab_size=vocab_size)
+        selfcheck.require_router_order(model, state, vocab_size=vocab_size)
     return report.describe(model, state, seam_implementations, _attention_by_layer(recipe) if _is_first_rank() else "")
 
 

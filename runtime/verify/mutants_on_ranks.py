@@ -248,10 +248,10 @@ def _compare_layout(reference: _Reference, layout: Layout, case: str, *, takes_p
             sharding.shard_model(model, state)
         else:
             row_lengths.install(model)
-        if layout.sp > 1:
-            with parallel.using(state), all_eager(), seams.using(**reference.seams):
-                vocab_size = model.config.get_text_config().vocab_size
-                selfcheck.require_sliceable(model, state, vocab_size=vocab_size, packed=takes_packed)
+        with parallel.using(state), all_eager(), seams.using(**reference.seams):
+            vocab_size = model.config.get_text_config().vocab_size
+            selfcheck.require_sliceable(model, state, vocab_size=vocab_size, packed=takes_packed)
+            selfcheck.require_router_order(model, state, vocab_size=vocab_size)
         kernels = reference.seams
         loss, gradients = step_on_ranks(
             model, local_batch, state, pad_token_id=reference.pad_token_id, fsdp=layout.fsdp, kernels=kernels

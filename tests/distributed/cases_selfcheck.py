@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import sys
 from collections.abc import Callable
 
 import cases_models
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 from patchgen.runtime import attention, parallel, seams
 from patchgen.runtime.parallel import batch, checkpointing, gradients, loss, sharding, unused
-from patchgen.runtime.parallel.selfcheck import require_sliceable
+from patchgen.runtime.parallel.selfcheck import require_router_order, require_sliceable
 from patchgen.runtime.verify.reference_model import reference_model
 
 
@@ -127,7 +128,7 @@ def what_gradients_alone_show_is_refused() -> None:
         return (turns(args[0]), *args[1:])
 
     def stops(_, __, out):
-        return out if out.shape[1] > 11 else out * 0 + out.detach()
+        return out * 0 + out.detach() if parallel.sequence_parallel_state() else out
 
     _check_with_hook(model, state, last.input_layernorm.register_forward_pre_hook, changes_in_place, "")
     for register, hook, place in (
@@ -210,10 +211,7 @@ def router_logits_that_depend_on_other_tokens_are_refused() -> None:
 
     def takes_tokens_of_all_rows_in_turn(_, __, output):
         logits, *others = output
-        return (
-            logits.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if len(logits) in (22, 44) else logits,
-            *others,
-        )
+        return (logits.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1), *others)
 
     for hook in (centres, takes_tokens_of_all_rows_in_turn):
         handle = model.model.layers[1].mlp.gate.register_forward_hook(hook)
@@ -222,6 +220,45 @@ def router_logits_that_depend_on_other_tokens_are_refused() -> None:
         ):
             check()
         handle.remove()
+
+
+def routers_that_take_rows_in_turn_are_refused() -> None:
+    """Without slices as well, if their loss is asked for."""
+    model, state = cases_training.sharded_model("qwen3_moe", ep=2)
+    check = functools.partial(require_router_order, model, state, vocab_size=cases_models.VOCABULARY)
+
+    def takes_tokens_of_all_rows_in_turn(_, __, output):
+        logits, *others = output
+        return (logits.unflatten(0, (-1, 11)).transpose(0, 1).flatten(0, 1), *others)
+
+    model.config.output_router_logits = True
+    check()
+    model.model.layers[1].mlp.gate.register_forward_hook(takes_tokens_of_all_rows_in_turn)
+    with pytest.raises(ValueError, match=r"another order .* \(first in model\.layers\.1\.mlp\.gate\)"):
+        check()
+    model.config.output_router_logits = False
+    check()
+
+
+def what_a_delta_rule_hands_from_chunk_to_chunk_is_compared() -> None:
+    """Rows are longer than a chunk: a state whose heads are mixed shows itself, though slices divide the heads."""
+    model, state = cases_training.sharded_model("qwen3_next", sp=2)
+    model.config.max_position_embeddings = 128  # the small form has too few for rows of that length
+    mixer = next(layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn"))
+    module = sys.modules[type(mixer).__module__]
+    original = module.torch_chunk_gated_delta_rule
+
+    def mixes_heads(query, *args, **kwargs):
+        out, last = original(query, *args, **kwargs)
+        late = torch.arange(out.shape[1]) >= 64
+        return torch.where(late[None, :, None, None], out - out.mean(2, keepdim=True), out), last
+
+    module.torch_chunk_gated_delta_rule = mixes_heads
+    try:
+        with pytest.raises(ValueError, match="on slices of a sequence"):
+            require_sliceable(model, state, vocab_size=cases_models.VOCABULARY)
+    finally:
+        module.torch_chunk_gated_delta_rule = original
 
 
 def what_mixes_features_of_images_is_refused() -> None:

@@ -26,6 +26,8 @@ def test_what_differs_in_gradients_or_in_the_routers_loss_alone_is_refused(two_r
     two_ranks.run(cases.what_several_rows_or_training_with_gradients_show_is_refused)
     two_ranks.run(cases.what_gradients_alone_show_is_refused)
     two_ranks.run(cases.router_logits_that_depend_on_other_tokens_are_refused)
+    two_ranks.run(cases.routers_that_take_rows_in_turn_are_refused)
+    two_ranks.run(cases.what_a_delta_rule_hands_from_chunk_to_chunk_is_compared)
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
