@@ -22,8 +22,7 @@ UNORDERED = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
 BOUNDS = ("min", "max", "clamp", "clip", "minimum", "maximum")
 LARGEST = ("max", "amax")
 COMPUTES = ("builtins.int", "builtins.float", "builtins.bool", "builtins.min", "builtins.max", "builtins.round")
-# by transformers' contract the parameter of models and layers for a cache
-OUTSIDE_TRAINING = {"past_key_values is not None", "not self.training"}
+CACHES = ("past_key_values", "cache")  # transformers' parameter of models and layers for a cache, by release
 BY_ROW_LENGTH = "dynamic_rope_update"  # transformers': its frequencies are those of the largest position
 WRAPS = ("tensor", "as_tensor", "new_tensor", "full", "new_full")  # a tensor of a number
 
@@ -58,12 +57,14 @@ class ChosenByLength:
     def _outside_training(self) -> set[ast.AST]:
         """The code of branches that training does not take, with a cache or in eval mode, and the tests of checks that raise."""
         found = set[ast.AST]()
+        caches = {*CACHES} & {*parameter_names(self._function)}
+        outside = {"not self.training", *(f"{name} is not None" for name in caches)}
         for branch in walk(self._function):
             if not isinstance(branch, ast.If):
                 continue
             joined = branch.test.values if isinstance(branch.test, ast.BoolOp) else [branch.test]
             is_left = not isinstance(getattr(branch.test, "op", None), ast.Or)
-            if is_left and OUTSIDE_TRAINING & set(map(ast.unparse, joined)):
+            if is_left and outside & set(map(ast.unparse, joined)):
                 found |= {node for part in (branch.test, *branch.body) for node in walk(part)}
             if not branch.orelse and all(isinstance(statement, ast.Raise) for statement in branch.body):
                 found |= {*walk(branch.test)}

@@ -115,6 +115,15 @@ def test_other_uses_of_a_size_are_left_alone(place: str, code: str):
     assert written(**{place: code}).hits == ()
 
 
+@pytest.mark.parametrize(("cache", "num_hits"), [("cache", 0), ("memory", 1)])
+def test_a_cache_is_the_parameter_that_transformers_calls_so(cache: str, num_hits: int):
+    """From 5.24.0 on it is `cache`."""
+    code = "if past_key_values is not None:\n            hidden_states = hidden_states if S < 10 else key_states"
+    others = dict.fromkeys(("function", "rotary", "model"), "pass")
+    text = MODEL.format(attention=code, **others).replace("past_key_values", cache)
+    assert len(applied(LengthChoices(), text).hits) == num_hits
+
+
 ROW_LENGTH = """from transformers.modeling_rope_utils import dynamic_rope_update
 
 class ExampleRotary(nn.Module):
