@@ -16,6 +16,7 @@ So a difference belongs to one layer, and rounding does not accumulate. Gradient
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -45,7 +46,7 @@ POSITIONS = ("max_position_embeddings", "max_target_positions", "n_positions", "
 """Fields of transformers' configs with the number of positions: a table has no more, and on a GPU reading beyond it cannot be
 caught."""
 CHUNK = 64
-"""Tokens of a chunk of upstream's delta rules and scans: only longer rows show what they hand from one to the next."""
+"""Tokens of a chunk of upstream's delta rules: only longer rows show what they hand from one to the next."""
 
 
 @torch.no_grad()
@@ -72,10 +73,21 @@ def require_sliceable(model: nn.Module, state: ParallelState, *, vocab_size: int
     """
     if state.sp == 1:
         return 0.0
+    modes = {module: module.training for module in model.modules()}
+    reshard(model)  # what an earlier forward left
+    try:
+        return _compare_rows(model, state, vocab_size, packed=packed)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        reshard(model)
+
+
+def _compare_rows(model: nn.Module, state: ParallelState, vocab_size: int, *, packed: bool) -> float:
+    """The comparisons of `require_sliceable`; leaves the model in one of the modes."""
     tokens_per_rank = _tokens_per_rank(model, state.sp)
     ids = _random_ids(vocab_size, tokens_per_rank * state.sp)
     was_training = model.training
-    reshard(model)  # what an earlier forward left
     model.eval()
     compare = partial(_require_equal_logits, model, state)
     differences = [compare(row, suspicion) for row, suspicion in _text_rows(ids, tokens_per_rank, packed=packed)]
@@ -91,7 +103,6 @@ def require_sliceable(model: nn.Module, state: ParallelState, *, vocab_size: int
         if differences[-1] is None:
             with fixed_draws():
                 differences.append(compare({"input_ids": ids}, suspicion))
-    reshard(model)
     return max(difference for difference in differences if difference is not None)
 
 
@@ -110,13 +121,24 @@ def require_router_order(model: nn.Module, state: ParallelState, *, vocab_size: 
     if state.sp > 1 or not routers:
         return
     ids = _random_ids(vocab_size, PRIMES[0]).to(state.data_mesh.device_type)
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
     reshard(model)
     model.eval()
-    with parallel.using(state):
-        beside, alone = _recorded_logits(model, routers, ids), _recorded_logits(model, routers, ids[:1])
-    model.train(was_training)
-    reshard(model)
+    try:
+        with parallel.using(state):
+            beside, alone = _recorded_logits(model, routers, ids), _recorded_logits(model, routers, ids[:1])
+    except minimal_media.REFUSALS as error:
+        reraise_machine_failure(error)
+        warnings.warn(
+            "Whether the routers take the tokens of several rows row by row is not compared: "
+            f"{type(model).__name__.removeprefix('FSDP')} takes no rows of text alone: {_described(error)}",
+            stacklevel=2,
+        )
+        return
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        reshard(model)
     differing = ""
     for path, expected in alone.items():
         by_token = (beside[path][: len(expected)] - expected).float().abs().amax(-1)
@@ -145,6 +167,7 @@ def _recorded_logits(model: nn.Module, routers: list[tuple[str, nn.Module, int]]
         for hook in hooks:
             stack.callback(hook.remove)
         stack.enter_context(restored(model))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled layer would keep these sizes
         model(input_ids=ids, use_cache=False)
     return found
 

@@ -33,7 +33,7 @@ class CaseFailed(AssertionError):
     Attributes:
         is_inconclusive: no rank raised an error of the case itself, or crashed: they were killed, did not end, or had a failure
             (`failures.py`).
-        has_waited: a rank did not end in time, or its collective did not.
+        has_waited: each rank that did not return a result waited for another: it did not end in time, or its collective did not.
         results: of the ranks that returned one.
     """
 
@@ -103,7 +103,7 @@ class RankPool:
         if silent:
             parts.append(f"ranks {silent} did not end")
         is_inconclusive = all(is_inconclusive for _, is_inconclusive in errors.values())
-        has_waited = bool(silent) or any(OUT_OF_TIME in text for text, _ in errors.values())
+        has_waited = all(OUT_OF_TIME in text for text, _ in errors.values())
         raise CaseFailed(
             "\n".join(parts), is_inconclusive=is_inconclusive, has_waited=has_waited, results=list(results.values())
         )
