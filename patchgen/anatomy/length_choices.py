@@ -89,12 +89,25 @@ class ChosenByLength:
         """Whether a node compares sizes with numbers."""
         match node:
             case ast.Compare(left, orders, others) if not any(isinstance(order, UNORDERED) for order in orders):
-                return self._are_sizes_and_numbers([left, *others])
+                values = [left, *others]
+                return self._are_sizes_and_numbers(values, few=any(map(self._is_rest, values)))
         return False
 
-    def _are_sizes_and_numbers(self, values: Sequence[ast.expr]) -> bool:
+    def _are_sizes_and_numbers(self, values: Sequence[ast.expr], *, few: bool = False) -> bool:
+        """Whether some are sizes and the others numbers; `few`: also 0 and 1."""
         others = [value for value in values if not self._is_size(value)]
-        return 0 < len(others) < len(values) and all(self._is_plain(one) and not _is_few(one) for one in others)
+        return 0 < len(others) < len(values) and all(
+            self._is_plain(one) and (few or not _is_few(one)) for one in others
+        )
+
+    def _is_rest(self, size: ast.expr) -> bool:
+        """Whether a size is what is beyond a number, or how many of it there are: `S - window`, `S // window`."""
+        match size:
+            case ast.Name(name):
+                return any(self._is_rest(v) for t, v in self._pairs if isinstance(t, ast.Name) and t.id == name)
+            case ast.BinOp(left, ast.Sub() | ast.FloorDiv(), right):
+                return self._is_plain(left) or self._is_plain(right)
+        return False
 
     def _bounds(self, node: ast.AST) -> bool:
         """Whether a node bounds a size, `min(x.shape[1], 10)`, rather than an index by a size."""

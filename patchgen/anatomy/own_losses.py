@@ -57,7 +57,7 @@ def read_own_loss(body: Sequence[ast.stmt], anatomy: Anatomy, local: Container[s
         return found if found is not None and not found.mask else None
     place, sides = body.index(choice), (choice.body, choice.orelse)
     masked, plain = (_read([*body[:place], *side, *body[place + 1 :]], anatomy, local) for side in sides)
-    if masked is None or plain is None or ast.unparse(choice.test) != f"{masked.mask} is not None":
+    if masked is None or plain is None or plain.mask or ast.unparse(choice.test) != f"{masked.mask} is not None":
         return None
     both = replace(masked, bound=masked.bound | plain.bound)
     return both if choice.orelse and replace(plain, mask=masked.mask, bound=both.bound) == both else None

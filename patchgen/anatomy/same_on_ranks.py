@@ -93,6 +93,9 @@ class SameOnRanks:
                 return all(map(self.contains, parts))
             case ast.NamedExpr(_, inner):
                 return self.is_none_alike(inner)
+            case ast.Call(function, given, named) if not (self._names.resolve(function) or "").startswith(LIBRARIES):
+                # Code of the file, and `dict.get`, may return None for what some ranks hand in.
+                return all(map(self.contains, (*given, *(keyword.value for keyword in named))))
         return True
 
     def _is_of_config(self, holder: ast.expr, node: ast.Attribute) -> bool:
@@ -106,7 +109,11 @@ class SameOnRanks:
         def is_same(value: ast.AST) -> bool:
             match value:
                 case ast.Compare(left, _, others):
-                    return all(is_made_of_numbers(part, self._anatomy, self._owner) for part in (left, *others))
+                    return all(map(is_same, (left, *others)))
+                case ast.Tuple(parts) | ast.List(parts) | ast.Set(parts) | ast.BoolOp(_, parts):
+                    return all(map(is_same, parts))
+                case ast.Call(function, args) if self._names.resolve(function) in (*BUILTINS, *ABOUT_KINDS[:1]):
+                    return all(map(is_same, args)) or is_made_of_numbers(value, self._anatomy, self._owner)
                 case ast.Call(function) if meaning := self._names.resolve(function):
                     if meaning in LISTS or meaning.removeprefix(".") in self._anatomy.classes:
                         return True
@@ -139,10 +146,13 @@ def _bindings(function: FunctionNode) -> Iterator[tuple[str, ast.expr | None, tu
             for target, value in pairs:
                 yield from ((name, value, conditions) for name in {*stored(target), base_name(target)} - {"", "self"})
             match node:
-                case ast.Expr(ast.Call(ast.Attribute(holder), args)) if (name := base_name(holder)) not in (
+                case ast.Expr(ast.Call(ast.Attribute(holder), args, named)) if (name := base_name(holder)) not in (
                     "",
                     "self",
                 ):
-                    yield name, ast.Tuple(args, ast.Load()), conditions  # `rows.append(row)`
+                    given = [*args, *(keyword.value for keyword in named)]
+                    yield name, ast.Tuple(given, ast.Load()), conditions  # `rows.append(row)`
+                case ast.withitem(_, ast.Tuple() as bound):
+                    yield from ((one, None, conditions) for one in stored(bound))
                 case ast.withitem(_, ast.Name(name)) | ast.ExceptHandler(_, str(name)) | ast.MatchAs(_, str(name)):
                     yield name, None, conditions

@@ -250,8 +250,10 @@ class _Body:
                 return [build for modules in inside for build in modules.get(name, ())]
             case ast.Call(ast.Attribute(value, name)) if name in CONTENTS:
                 return self._held(value)
-            case ast.Subscript(value):
+            case ast.Subscript(value) | ast.Starred(value):
                 return self._held(value)
+            case ast.Tuple() | ast.List() | ast.Set() | ast.Dict() | ast.BinOp(op=ast.Add()):
+                return self._first_held(*ast.iter_child_nodes(node))
             case ast.IfExp(_, body, orelse):
                 return self._held(body) or self._held(orelse)
             case ast.Lambda(body=body):

@@ -88,12 +88,12 @@ class Subject:
 LAYOUTS = (Layout(2, sp=2), Layout(2, ep=2, fsdp=True), Layout(2, fsdp=True))
 
 
-def verdict(pool: RankPool, subject: Subject) -> mutants.Verdict:
+def verdict(pool: RankPool, subject: Subject, layouts: Sequence[Layout] = LAYOUTS) -> mutants.Verdict:
     """The verdict on a mutant on two ranks: of what one layout refuses, that of the others if they are wrong."""
-    found = _verdict(pool, subject, LAYOUTS)
-    refusing = [number for number, layout in enumerate(LAYOUTS) if found.detail.startswith(f"{layout.name}, ")]
-    if found.kind == mutants.REFUSED and refusing and (others := LAYOUTS[refusing[0] + 1 :]):
-        rest = _verdict(pool, subject, others)
+    found = _verdict(pool, subject, layouts)
+    refusing = [number for number, layout in enumerate(layouts) if found.detail.startswith(f"{layout.name}, ")]
+    if found.kind == mutants.REFUSED and refusing and (others := layouts[refusing[0] + 1 :]):
+        rest = verdict(pool, subject, others)
         return rest if rest.kind == mutants.WRONG else found
     return found
 

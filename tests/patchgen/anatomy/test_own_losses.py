@@ -112,6 +112,14 @@ def test_a_known_form(code, form, size, mask, upcast):
             ("    shift_labels = labels[..., 1:].contiguous()", "    shift_labels = labels[..., :-1].contiguous()"),
         ),
         (UPCAST, ("logits = logits.float()", "logits = logits.half()")),
+        (
+            KEPT,  # without the one mask, another
+            (
+                "    shift_logits = logits[..., :-1, :].contiguous()\n    shift_labels = labels[..., 1:].contiguous()",
+                "    shift_logits = logits[..., :-1, :][loss_mask[..., 1:] != 0].contiguous()\n"
+                "    shift_labels = labels[..., 1:][loss_mask[..., 1:] != 0].contiguous()",
+            ),
+        ),
     ],
 )
 def test_another_loss_is_unread(code, change):

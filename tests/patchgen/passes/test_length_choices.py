@@ -56,6 +56,8 @@ def written(**code: str) -> Outcome:
         ("attention", "hidden_states = hidden_states * (1 + 0.05 * min(hidden_states.shape[1], 10))"),
         ("attention", "if shape[0] * shape[1] > 40: hidden_states = hidden_states * 1.4"),
         ("attention", "hidden_states = hidden_states * 2 if 10 <= S else hidden_states"),
+        ("attention", "if S - self.window > 0: hidden_states = hidden_states * 1.4"),
+        ("attention", "rest = S // 10\n        if rest > 0: hidden_states = hidden_states * 1.4"),
         ("attention", "hidden_states = hidden_states * (1 + (S > LIMIT))"),
         ("attention", "is_long = S >= window\n        hidden_states = hidden_states * is_long"),
         (

@@ -106,15 +106,20 @@ class ExampleExperts(nn.Module):
 
 
 class ExampleMoeBlock(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, layer_idx: int = 0):
         super().__init__()
         self.config = config
         self.num_experts = config.num_experts
         self.has_experts = getattr(config, "num_experts", 0) > 0
+        self.is_sparse = config.layer_types[layer_idx] in ("moe", "sparse")
+        self.is_listed = bool(layer_idx in getattr(config, "moe_layers", []))
         self.text_config = config.text_config
         self.norm = nn.LayerNorm(config.hidden)
         self.experts = ExampleExperts(config)
         self.more = nn.ModuleList([ExampleExperts(config) for _ in range(2)])
+
+    def pick(self, rows):
+        return None if rows.sum() == 0 else rows
 
     def wants(self, rows):
         return (rows[:, 0] > 0).any()
@@ -141,6 +146,10 @@ def with_experts(body: str) -> str:
 @pytest.mark.parametrize(
     "body",
     [
+        f"chosen = self.pick(keep)\nif chosen is not None:\n    out = {RUN}",
+        f"stats = {{}}\nstats.update(n=keep.sum())\nif stats['n'] > 0:\n    out = {RUN}",
+        "if keep.sum() > 0:\n    for module in (self.experts,):\n        out = module(x, index, weights)",
+        "for module in [*self.more, self.experts]:\n    if keep.sum() > 0:\n        out = module(x, index, weights)",
         *(
             f"if {test}:\n    out = {RUN}"
             for test in (
@@ -205,6 +214,8 @@ def test_a_condition_that_may_leave_out_experts_on_some_ranks_is_refused_on_seve
                 "use_all and not self.training",
                 "self.num_experts > 1",
                 "self.has_experts",
+                "self.is_sparse",
+                "self.is_listed",
                 "self.text_config.num_layers > 2",
                 "self.config.num_experts % 2 == 0",
                 "getattr(self.config, 'routed', True)",
