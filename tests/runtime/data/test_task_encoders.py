@@ -44,7 +44,7 @@ def batches_of(folder, rows, **changes):
 
 @pytest.mark.parametrize("row", [{"tokens": ["a", None], "tags": [0, 1]}, {"tokens": ["a", "b"], "tags": [0, None]}])
 def test_every_word_and_tag_is_checked(tmp_path, row):
-    with pytest.raises(DataError, match=r"rows.jsonl:1: .*list of (text|int) and nothing"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: .*list of (text|int) and None"):
         batches_of(tmp_path, [row], kind="token_classes")
     with pytest.raises(DataError, match=r"rows.jsonl:1: .*list of int and float, expected list of int"):
         batches_of(tmp_path, [{"tokens": ["a", "b"], "tags": [0, 1.5]}], kind="token_classes")
