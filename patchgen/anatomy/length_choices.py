@@ -101,11 +101,11 @@ class ChosenByLength:
         )
 
     def _is_rest(self, size: ast.expr) -> bool:
-        """Whether a size is what is beyond a number, or how many of it there are: `S - window`, `S // window`."""
+        """Whether a size is what is beyond a number: `S - window`."""
         match size:
             case ast.Name(name):
                 return any(self._is_rest(v) for t, v in self._pairs if isinstance(t, ast.Name) and t.id == name)
-            case ast.BinOp(left, ast.Sub() | ast.FloorDiv(), right):
+            case ast.BinOp(left, ast.Sub(), right):
                 return self._is_plain(left) or self._is_plain(right)
         return False
 

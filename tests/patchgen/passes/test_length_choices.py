@@ -57,7 +57,7 @@ def written(**code: str) -> Outcome:
         ("attention", "if shape[0] * shape[1] > 40: hidden_states = hidden_states * 1.4"),
         ("attention", "hidden_states = hidden_states * 2 if 10 <= S else hidden_states"),
         ("attention", "if S - self.window > 0: hidden_states = hidden_states * 1.4"),
-        ("attention", "rest = S // 10\n        if rest > 0: hidden_states = hidden_states * 1.4"),
+        ("attention", "rest = S - 10\n        if rest > 0: hidden_states = hidden_states * 1.4"),
         ("attention", "hidden_states = hidden_states * (1 + (S > LIMIT))"),
         ("attention", "is_long = S >= window\n        hidden_states = hidden_states * is_long"),
         (
@@ -102,6 +102,7 @@ def test_a_choice_by_the_length_refuses_slices(place: str, code: str):
         ("attention", "ratio = position_ids[0] / 2\n        if S > ratio: hidden_states = hidden_states * 1.4"),
         ("attention", "if S > self.weights.size(0): self.weights = self.longer(S)"),
         ("attention", "places = position_ids.clamp(0, S - 1)"),
+        ("attention", "num_windows = S // 10\n        if num_windows > 1: hidden_states = hidden_states * 1.4"),
         ("attention", "if self.size > 10: hidden_states = hidden_states * 1.4"),
         ("attention", "if past_key_values is not None and past_key_values.get_seq_length() > 10: pass"),
         (
