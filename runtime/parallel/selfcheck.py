@@ -116,7 +116,7 @@ def require_router_order(model: nn.Module, state: ParallelState, *, vocab_size: 
     Raises:
         ValueError: those of most tokens differ.
     """
-    config = model.config.get_text_config()
+    config = model.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]  # of transformers
     routers = recorded_routers(model) if getattr(config, "output_router_logits", False) else []
     if state.sp > 1 or not routers:
         return
@@ -179,7 +179,7 @@ def _random_ids(vocab_size: int, length: int) -> Tensor:
 
 def _tokens_per_rank(model: nn.Module, sp: int) -> int:
     """The length of a slice: of rows longer than a chunk, if the config says that the model has as many positions."""
-    config = model.config.get_text_config(decoder=True)
+    config = model.config.get_text_config(decoder=True)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]  # of transformers
     positions = [value for name in POSITIONS if isinstance(value := getattr(config, name, None), int)]
     length = next((prime for prime in PRIMES if prime * sp > CHUNK), PRIMES[-1])
     return length if positions and length * sp <= min(positions) else PRIMES[0]
