@@ -91,6 +91,19 @@ def register(
     return decorate
 
 
+@contextlib.contextmanager
+def registered(functions: Mapping[str, Callable], implementation: str) -> Iterator[None]:
+    """Within the block each of `functions`, by seam, is registered as `implementation` of its seam."""
+    for seam, function in functions.items():
+        register(seam, implementation)(function)
+    try:
+        yield
+    finally:
+        for seam in functions:
+            _seam(seam).implementations.pop(implementation, None)
+            _seam(seam).prefers.pop(implementation, None)
+
+
 def unavailable(seam: str, implementation: str) -> str | None:
     """Why an implementation cannot run on this machine, in one sentence; None if nothing is known."""
     implementations(seam)

@@ -26,11 +26,21 @@ if not Path("/dev/nvidiactl").exists() and importlib.util.find_spec("triton") is
 
 @pytest.fixture(autouse=True)
 def seams_as_they_were():
-    """A test that configures seams does so for itself; a test that loads none pays nothing."""
+    """A test that configures seams does so for itself, and leaves no implementation; a test that loads none pays nothing."""
+    before = _registered()
     yield
     seams = sys.modules.get("patchgen.runtime.seams")
     if seams is not None:
         seams.configure(**dict.fromkeys(seams.names(), seams.EAGER))
+    assert not before or _registered() == before, "use seams.registered"
+
+
+def _registered() -> dict[str, tuple[str, ...]]:
+    """The implementations of each seam; empty before the built-in ones are loaded."""
+    seams = sys.modules.get("patchgen.runtime.seams")
+    if seams is None or "patchgen.runtime.implementations" not in sys.modules:
+        return {}
+    return {name: seams.implementations(name) for name in seams.names()}
 
 
 WHOLE_FILES = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from datasets import Dataset
@@ -56,20 +56,16 @@ def counting_seams() -> Iterator[Counter]:
     """Within the block the experts and the loss are fused; yields how often each was called."""
     calls = Counter()
 
-    def count(seam: str) -> None:
+    def counted(seam: str) -> Callable:
         with seams.using(**{seam: KERNELS[seam]}):
             serve = seams.implementation(seam)
 
-        @seams.register(seam, "counted")
         def call(*args, **kwargs):
             calls[seam] += 1
             return serve(*args, **kwargs)
 
-    for seam in KERNELS:
-        count(seam)
-    try:
-        with seams.using(**dict.fromkeys(KERNELS, "counted")):
-            yield calls
-    finally:
-        for seam in KERNELS:
-            del seams._SEAMS[seam].implementations["counted"]
+        return call
+
+    functions = {seam: counted(seam) for seam in KERNELS}
+    with seams.registered(functions, "counted"), seams.using(**dict.fromkeys(KERNELS, "counted")):
+        yield calls

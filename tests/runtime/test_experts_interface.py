@@ -48,14 +48,12 @@ def counted():
     """An implementation of the seam that counts its calls."""
     calls = []
 
-    @seams.register("fused_moe", "counted")
     def counting(*args, **kwargs):
         calls.append(1)
         return fused_moe(*args, **kwargs, backend="torch")
 
-    yield calls
-    seams.configure(fused_moe=seams.EAGER)
-    del seams._seam("fused_moe").implementations["counted"]
+    with seams.registered({"fused_moe": counting}, "counted"), seams.using(fused_moe=seams.EAGER):
+        yield calls
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)

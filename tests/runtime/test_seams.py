@@ -1,0 +1,17 @@
+"""Implementations of seams that serve one block only."""
+
+from __future__ import annotations
+
+import pytest
+
+from patchgen.runtime import seams
+
+
+def test_a_registered_implementation_is_gone_after_its_block():
+    before = seams.implementations("rotary")
+    with seams.registered({"rotary": abs}, "absolute"), seams.using(rotary="absolute"):
+        assert seams.implementation("rotary") is abs
+    assert seams.implementations("rotary") == before
+    with pytest.raises(ZeroDivisionError), seams.registered({"rotary": abs}, "absolute"):
+        raise ZeroDivisionError
+    assert seams.implementations("rotary") == before
