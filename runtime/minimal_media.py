@@ -265,7 +265,8 @@ def _search(features: Callable[..., Any], sp: int, like: Tensor) -> tuple[int | 
 
 
 def bare_copy(model: nn.Module, like: Tensor) -> nn.Module:
-    """A copy of a model with constant weights and without hooks; its language model is not copied.
+    """A copy of a model with constant weights and the calls of its classes: without hooks, compiled calls and forwards that an
+    instance has in place of its class's, which would run the model itself. Its language model is not copied.
 
     Parameters may be sharded or on another device: only their shapes are read.
     """
@@ -276,7 +277,9 @@ def bare_copy(model: nn.Module, like: Tensor) -> nn.Module:
         if id(module) in copies:
             return copies[id(module)]
         copy = copies[id(module)] = object.__new__(type(module))
-        vars(copy).update(vars(module))
+        vars(copy).update(
+            {name: value for name, value in vars(module).items() if not _replaces_method(module, value, name)}
+        )
         for name, value in vars(module).items():
             if name.endswith("_hooks") or "_hooks_" in name:
                 vars(copy)[name] = type(value)() if value is not None else None
@@ -290,6 +293,10 @@ def bare_copy(model: nn.Module, like: Tensor) -> nn.Module:
         return copy
 
     return copied(model)
+
+
+def _replaces_method(module: nn.Module, value: object, name: str) -> bool:
+    return callable(value) and not isinstance(value, nn.Module) and hasattr(type(module), name)
 
 
 def _constant_weight(shape: torch.Size, like: Tensor) -> Tensor:

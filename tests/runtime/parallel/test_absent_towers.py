@@ -244,6 +244,18 @@ def test_the_copy_of_stacked_experts_is_taken_by_grouped_products() -> None:
     assert torch.allclose(out, torch.full((6, 16), 8 * minimal_media.CONSTANT_WEIGHT))
 
 
+def test_a_copy_runs_nothing_of_the_model() -> None:
+    """Neither through a forward that wraps the model's own (`gathered_attention`) nor through a compiled call."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    forward = model[0].forward
+    model[0].forward = lambda hidden: forward(hidden)
+    model[1].compile(backend="eager")
+    model[2].register_forward_pre_hook(lambda *_: pytest.fail("the hook of the model runs"))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, torch.nan)
+    assert minimal_media.bare_copy(model, torch.zeros(1))(torch.ones(1, 4)).isfinite().all()
+
+
 def test_a_tower_of_sounds_of_one_length() -> None:
     """Voxtral's takes 3000 frames; the model is on the meta device, of which the search reads nothing but shapes."""
     from transformers import VoxtralConfig, VoxtralForConditionalGeneration
