@@ -2,7 +2,7 @@
 
 A unit is left to FSDP2 unless it is stored in fp32, computed in a narrower dtype and its gradients are summed in fp32; if some
 of it is frozen, replicated as well, in host memory, or sharded along another dimension than the first; and in a backward that
-ends gradient accumulation without reduction.
+ends gradient accumulation without reduction. From torch 2.15 on, which rebuilt what is read here of FSDP2, every unit is.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from patchgen.runtime.parallel.peer_shards import PeerCopy, PeerShards, ShardSlo
 from patchgen.runtime.parallel.unused import ZeroFillingGroup
 
 ATTRIBUTE = "_patchgen_units_in_peer_memory"  # on a sharded model: their number
+IS_REBUILT = torch.__version__ >= "2.15"
 SMALL_BYTES = 2**25
 """Bytes of a shard. Smaller ones are copied together by one kernel, because launching a copy, some ten microseconds on the host,
 takes longer than the copy; and they are summed together."""
@@ -251,11 +252,16 @@ def install(model: torch.nn.Module, exchange: peer_memory.ShardExchange) -> int:
         exchange: "auto" is peer memory between GPUs that support it, in groups that were measured.
 
     Raises:
-        ValueError: an unknown `exchange`; or peer memory was requested but is unavailable, or no unit can use it.
+        ValueError: an unknown `exchange`; or peer memory was requested but is unavailable (in torch 2.15), or no unit can use it.
     """
     if exchange not in ("auto", "collectives", "peer_memory"):
         raise ValueError(f"shard_exchange must be 'auto', 'collectives' or 'peer_memory', not {exchange!r}.")
-    if exchange == "collectives":
+    if exchange == "peer_memory" and IS_REBUILT:
+        raise ValueError(
+            f"shard_exchange='peer_memory' is unavailable: torch {torch.__version__} rebuilt the parameter groups of FSDP2. "
+            "To fix: use 'auto' or 'collectives', or torch before 2.15."
+        )
+    if exchange == "collectives" or IS_REBUILT:
         return 0
     candidates: dict[dist.ProcessGroup, list[FSDPParamGroup]] = {}
     for module in model.modules():

@@ -10,9 +10,10 @@ import cases_peer_shards as cases
 import pytest
 import torch
 
-from patchgen.runtime.parallel import peer_memory
+from patchgen.runtime.parallel import peer_memory, peer_units
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(peer_units.IS_REBUILT, reason="torch rebuilt what units in peer memory read of FSDP2")
 
 
 @pytest.mark.parametrize("small", [0, 300, 2**20], ids=["all large", "both", "all small"])

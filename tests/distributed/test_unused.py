@@ -6,6 +6,8 @@ import cases_unused as cases
 import pytest
 import torch
 
+from patchgen.runtime.parallel import peer_units
+
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 EPSILON = {torch.float32: 2**-23, torch.bfloat16: 2**-8}
 
@@ -16,7 +18,12 @@ EPSILON = {torch.float32: 2**-23, torch.bfloat16: 2**-8}
     [
         {},
         BF16 | {"shard_exchange": "collectives", "exchange_gradients": True},
-        BF16 | {"shard_exchange": "peer_memory"},
+        pytest.param(
+            BF16 | {"shard_exchange": "peer_memory"},
+            marks=pytest.mark.skipif(
+                peer_units.IS_REBUILT, reason="torch rebuilt what units in peer memory read of FSDP2"
+            ),
+        ),
     ],
     ids=["fp32", "exchange", "peers"],
 )
