@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from patchgen.runtime import minimal_media, parallel
+from patchgen.runtime.config_positions import num_positions
 from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel import slice_media, unused
 from patchgen.runtime.parallel.batch import slice_batch
@@ -42,9 +43,6 @@ NUM_ROWS = 2
 """Of text: more than one shows what mixes rows, or takes them in another order."""
 PRIMES = (11, 13, 17, 19, 23, 29, 37)
 """Lengths of slices: what repeats every few tokens differs on them."""
-POSITIONS = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len")
-"""Fields of transformers' configs with the number of positions: a table has no more, and on a GPU reading beyond it cannot be
-caught."""
 CHUNK = 64
 """Tokens of a chunk of upstream's delta rules: only longer rows show what they hand from one to the next."""
 
@@ -179,10 +177,9 @@ def _random_ids(vocab_size: int, length: int) -> Tensor:
 
 def _tokens_per_rank(model: nn.Module, sp: int) -> int:
     """The length of a slice: of rows longer than a chunk, if the config says that the model has as many positions."""
-    config = model.config.get_text_config(decoder=True)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]  # of transformers
-    positions = [value for name in POSITIONS if isinstance(value := getattr(config, name, None), int)]
-    length = next((prime for prime in PRIMES if prime * sp > CHUNK), PRIMES[-1])
-    return length if positions and length * sp <= min(positions) else PRIMES[0]
+    positions = num_positions(model.config)  # pyright: ignore[reportArgumentType]  # of transformers
+    length = next(prime for prime in PRIMES if prime * sp > CHUNK)
+    return length if positions is not None and length * sp <= positions else PRIMES[0]
 
 
 def _text_rows(ids: Tensor, tokens_per_rank: int, *, packed: bool) -> Iterator[tuple[dict[str, Tensor], str]]:

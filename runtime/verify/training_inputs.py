@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from patchgen.runtime.config_positions import num_positions
 from patchgen.runtime.data.collate import collate
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.verify import field_semantics as sizes
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
 
 Batch = dict[str, Any]
 
-LENGTHS = (9, 15, 2, 12)
-"""Of the documents in a packed row: longer and shorter than a window, none a divisor of a chunk or of the row."""
+LENGTHS = (9, 131, 2, 12)
+"""Of the documents in a packed row: longer and shorter than a window, none a divisor of a chunk or of the row; one of three chunks
+of upstream's delta rules (64 tokens): the first starts without a state, and the third with one of both before it."""
 NUM_PADDED = 7
 
 
@@ -89,6 +91,7 @@ class TokenSampler:
     def __init__(self, config: PreTrainedConfig, seed: int = 1) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.drawable = torch.tensor(drawable_ids(config))
+        self.num_positions = num_positions(config)
 
     def ids(self, rows: int, length: int) -> Tensor:
         """Ids `(rows, length)` int64."""
@@ -113,10 +116,10 @@ def plain_rows(tokens: TokenSampler) -> Batch:
 
 
 def text_documents(tokens: TokenSampler) -> Documents:
-    """Documents of `LENGTHS` tokens."""
+    """Documents of `LENGTHS` tokens, or as many as the model has positions."""
     rows = []
     for length in LENGTHS:
-        ids = tokens.ids(1, length)
+        ids = tokens.ids(1, min(length, tokens.num_positions or length))
         rows.append({"input_ids": ids, "labels": tokens.labels(ids)})
     return Documents(tuple(rows))
 

@@ -62,6 +62,12 @@ DROPS_ITEMS = (
 )
 
 
+FORGETS_CHUNKS = (  # of 64 tokens: the third reads nothing of those before it
+    "inter_chunk_attn = query[:, :, i] @ last_recurrent_state",
+    "inter_chunk_attn = (i < 2) * query[:, :, i] @ last_recurrent_state",
+)
+
+
 def path_of(folder, **options) -> TrainingPath:
     """The comparison of a generated folder's head with the upstream class that it names, small."""
     generated = registry.read_model(folder)
@@ -100,17 +106,21 @@ def test_what_goes_wrong_only_in_a_run_is_not_proven(tmp_path, edit, expected):
     assert found.words == f"proven, eager only: {found.reason}"
 
 
+def test_what_goes_wrong_only_in_long_documents_is_not_proven(tmp_path):
+    folder = write_stand_in(tmp_path, "qwen3_next", edits=(FORGETS_CHUNKS,))
+    proof = verify_model(folder, variants=("base",), implementations=())
+    assert proof.is_equal and not proof.is_proven
+    assert verdict.of(proof).reason.startswith("packed rows: ")
+
+
 def test_a_loss_that_loses_what_lies_behind_its_first_chunk_is_not_proven():
     def first_chunk(head, hidden_states, labels, *, shift_labels=None, **arguments):
         kept = shift_labels.clone()
         kept.view(-1)[within_limit(kept.numel()) :] = IGNORED
         return chunked_causal_lm_loss(head, hidden_states, labels, shift_labels=kept, **arguments)
 
-    seams.register("causal_lm_loss", "first chunk")(first_chunk)
-    try:
+    with seams.registered({"causal_lm_loss": first_chunk}, "first chunk"):
         path = path_of(registry.find_model("llama").directory, named_seams={"causal_lm_loss": "first chunk"})
-    finally:
-        del seams._seam("causal_lm_loss").implementations["first chunk"]
     assert [failure.partition(":")[0] for failure in path.failures] == ["the loss in chunks"]
 
 
