@@ -56,6 +56,7 @@ from patchgen.runtime.verify.multimodal_inputs import media_cases, takes_media
 from patchgen.runtime.verify.reference_model import training_choices
 from patchgen.runtime.verify.seam_proof import all_eager
 from patchgen.runtime.verify.small_config import set_router_loss, small_config
+from patchgen.runtime.verify.training_inputs import TokenSampler, text_documents
 from patchgen.upstream import Upstream
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ TOLERANCE = 1e-4
 DOUBLE_TOLERANCE = 1e-6
 """Upstream's norms and softmax compute in fp32 also in a model of float64; a difference of formulas stays as large as it was."""
 FORMULA = "formula"  # the reference formula of a seam, without a compiler
-KERNELS = {"fused_moe": "torch", "causal_lm_loss": "chunked", "rms_norm": FORMULA, "rotary": FORMULA}
+FORMULAS = {"rms_norm": formulas.rms_norm, "rotary": formulas.rotary}
+KERNELS = {"fused_moe": "torch", "causal_lm_loss": "chunked", **dict.fromkeys(FORMULAS, FORMULA)}
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,6 @@ class Judge:
         upstream_class = getattr(importlib.import_module(origin.module), self.head)
         self._small = _config_of(upstream_class)
         self._cases = _cases(upstream_class, self._small)
-        seams.register("rms_norm", FORMULA)(formulas.rms_norm)
-        seams.register("rotary", FORMULA)(formulas.rotary)
         self._checks, self.left_out = self._passing_checks(upstream_class, baseline)
 
     def executed(self) -> set[int]:
@@ -265,6 +265,7 @@ def _set_attention(model: PreTrainedModel, names: Names) -> None:
     model.set_attn_implementation(names if isinstance(names, str) else dict(names))
 
 
+@seams.registered(FORMULAS, FORMULA)
 def _difference(
     check: Check, generated: PreTrainedModel, upstream: PreTrainedModel, expected: Step, cases: tuple[Case, ...]
 ) -> str:
@@ -417,9 +418,12 @@ def _config_of(model_class: type[PreTrainedModel]) -> PreTrainedConfig:
 
 def _cases(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[Case, ...]:
     """The cases; the last, if the loss takes it, with the number of labels as upstream's trainer passes it: a loss that ignores
-    this number is another loss."""
+    this number is another loss. Its row is the longest document of a proof: some code runs on long rows alone."""
     texts = {case.name: case for case in text_cases(config, model_class)}
     step = texts.pop("step", None)
+    if step is not None:
+        rows = text_documents(TokenSampler(config)).rows
+        step = replace(step, batch={**step.batch, **max(rows, key=lambda row: row["input_ids"].shape[1])})
     if takes_media(model_class):
         media = media_cases(build_model(model_class, config)).cases
         return (texts["plain"], *media, *([step] if step is not None else []))

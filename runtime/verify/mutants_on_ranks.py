@@ -62,7 +62,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOLERANCE = mutants.TOLERANCE
-SECONDS = 120.0
+SECONDS, MORE_SECONDS = 120.0, 300.0
+"""Within which ranks must have a verdict; the latter, with twice the time for a collective, if they have waited for each other."""
 PLAIN, BOUNDARY = "plain", "boundary"
 RUNTIME = Path(parallel.__file__).parents[1].as_posix()
 
@@ -103,14 +104,15 @@ def _verdict(
 ) -> mutants.Verdict:
     """The verdict in these layouts; ranks that wait for each other get a second chance, for the machine may be busy."""
     try:
-        verdicts = pool.run(compare, subject, layouts, timeout=2 * SECONDS if is_second else SECONDS)
+        verdicts = pool.run(compare, subject, layouts, timeout=MORE_SECONDS if is_second else SECONDS)
     except CaseFailed as failure:
         # What a rank refused explains ranks that waited for it, not an error of another.
         kinds = (mutants.WRONG, mutants.REFUSED) if failure.is_inconclusive else (mutants.WRONG,)
         if judged := [verdict for verdict in failure.results if verdict.kind in kinds]:
             return judged[0]
         if failure.is_inconclusive and failure.has_waited and not is_second:
-            return _verdict(pool, subject, layouts, is_second=True)
+            with contextlib.closing(RankPool(pool.world, collective_timeout=MORE_SECONDS - SECONDS)) as patient:
+                return _verdict(patient, subject, layouts, is_second=True)
         if failure.is_inconclusive and failure.has_waited:
             return mutants.Verdict(mutants.WRONG, f"on ranks: they wait for each other: {failure.first_error}")
         # No memory, or killed: no verdict.

@@ -24,7 +24,8 @@ from typing import Any
 
 PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.modeling_utils"]
 COLLECTIVE_TIMEOUT = 90.0
-OUT_OF_TIME = "Timed out waiting"  # in the error of a collective of gloo
+OUT_OF_TIME = "Timed out waiting"  # in the error of a collective of gloo; the others are of ranks whose peer gave up
+WAITED = (OUT_OF_TIME, "Connection closed by peer", "Connection reset", "Application timeout caused pair closure")
 
 
 class CaseFailed(AssertionError):
@@ -33,7 +34,8 @@ class CaseFailed(AssertionError):
     Attributes:
         is_inconclusive: no rank raised an error of the case itself, or crashed: they were killed, did not end, or had a failure
             (`failures.py`).
-        has_waited: each rank that did not return a result waited for another: it did not end in time, or its collective did not.
+        has_waited: the ranks that returned no result waited for each other: they did not end in time, or a collective ran out
+            of time and nothing else failed.
         results: of the ranks that returned one.
     """
 
@@ -53,10 +55,14 @@ class CaseFailed(AssertionError):
 
 
 class RankPool:
-    """`world` gloo ranks on this machine; a failed case ends them, and the next case starts new ones."""
+    """`world` gloo ranks on this machine; a failed case ends them, and the next case starts new ones.
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    Args:
+        collective_timeout: seconds that a collective waits for other ranks.
+    """
+
+    def __init__(self, world: int, *, collective_timeout: float = COLLECTIVE_TIMEOUT) -> None:
+        self.world, self.collective_timeout = world, collective_timeout
         self._processes: list = []
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory | None = None
@@ -103,7 +109,9 @@ class RankPool:
         if silent:
             parts.append(f"ranks {silent} did not end")
         is_inconclusive = all(is_inconclusive for _, is_inconclusive in errors.values())
-        has_waited = all(OUT_OF_TIME in text for text, _ in errors.values())
+        texts = [text for text, _ in errors.values()]
+        has_waited = all(any(told in text for told in WAITED) for text in texts)
+        has_waited &= not texts or any(OUT_OF_TIME in text for text in texts)
         raise CaseFailed(
             "\n".join(parts), is_inconclusive=is_inconclusive, has_waited=has_waited, results=list(results.values())
         )
@@ -134,14 +142,15 @@ class RankPool:
         store = Path(self._folder.name) / "store"
         for rank in range(self.world):
             connection, remote = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, str(store), remote), daemon=True)
+            arguments = (rank, self.world, str(store), self.collective_timeout, remote)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             remote.close()
             self._processes.append(process)
             self._connections.append(connection)
 
 
-def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, world: int, store: str, collective_timeout: float, connection: Connection) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     import torch
     import torch.distributed as dist
@@ -157,7 +166,7 @@ def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
         store=dist.FileStore(store, world),  # pyright: ignore[reportPrivateImportUsage]  # documented there
         rank=rank,
         world_size=world,
-        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT),
+        timeout=datetime.timedelta(seconds=collective_timeout),
     )
     while True:
         try:

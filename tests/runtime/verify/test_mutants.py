@@ -54,6 +54,19 @@ def test_a_generator_that_reads_another_source_is_wrong(monkeypatch):
     assert any("differs by" in verdict.detail for verdict in verdicts)
 
 
+def test_what_only_long_rows_show_is_wrong(monkeypatch):
+    origin = upstream.load("llama")
+    judge = Judge(origin)
+    generate = pipeline.generate
+    monkeypatch.setattr(
+        pipeline, "generate", lambda changed, config: generate(replace(changed, text=origin.text), config)
+    )
+    norm = "        input_dtype = hidden_states.dtype\n"
+    scaled = f"{norm}        if hidden_states.shape[-2] > 128:\n            hidden_states = hidden_states + 1\n"
+    found = judge.verdict(edited(origin.text, norm, scaled))
+    assert found.kind == WRONG and found.detail.startswith("step")
+
+
 def test_what_only_the_seams_or_the_number_of_labels_show_is_wrong(monkeypatch):
     """Eager on plain rows both changes of the generated file are equal: one is of the weight that the norm's kernel gets, the
     other drops the arguments of a step, among them the number of labels."""
