@@ -10,7 +10,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from patchgen.anatomy.classes import FunctionNode, arguments, calls, defaults_of, dotted, parameter_names, walk
+from patchgen.anatomy.classes import (
+    FunctionNode,
+    all_arguments,
+    arguments,
+    calls,
+    defaults_of,
+    dotted,
+    parameter_names,
+    walk,
+)
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.known import POINTWISE
 from patchgen.anatomy.names import is_of_config, local_names
@@ -33,6 +42,8 @@ class ChosenByLength:
     def __init__(self, anatomy: Anatomy, function: FunctionNode) -> None:
         self._anatomy, self._function, self._local = anatomy, function, local_names(function)
         self._pairs = [pair for node in walk(function) for pair in value_pairs(node)]
+        names = [node for node in walk(function) if isinstance(node, ast.Name)]
+        self._reads = [node for node in names if isinstance(node.ctx, ast.Load)]
         self._sizes, self._numbers, self._positions = set[str](), set[str](), {POSITIONS} & self._local
         before = -1
         while before < (before := len(self._sizes) + len(self._positions)):
@@ -59,14 +70,18 @@ class ChosenByLength:
         found = set[ast.AST]()
         caches = {*CACHES} & {*parameter_names(self._function)}
         outside = {"not self.training", *(f"{name} is not None" for name in caches)}
+        inside = {"self.training", *(f"{name} is None" for name in caches)}
         for branch in walk(self._function):
-            if not isinstance(branch, ast.If):
+            if not isinstance(branch, ast.If | ast.IfExp):
                 continue
+            body, orelse = ([part] if isinstance(part, ast.expr) else part for part in (branch.body, branch.orelse))
             joined = branch.test.values if isinstance(branch.test, ast.BoolOp) else [branch.test]
             is_left = not isinstance(getattr(branch.test, "op", None), ast.Or)
             if is_left and outside & set(map(ast.unparse, joined)):
-                found |= {node for part in (branch.test, *branch.body) for node in walk(part)}
-            if not branch.orelse and all(isinstance(statement, ast.Raise) for statement in branch.body):
+                found |= {node for part in (branch.test, *body) for node in walk(part)}
+            if ast.unparse(branch.test) in inside:
+                found |= {node for part in orelse for node in walk(part)}
+            if not orelse and all(isinstance(statement, ast.Raise) for statement in body):
                 found |= {*walk(branch.test)}
         return found
 
@@ -78,10 +93,7 @@ class ChosenByLength:
         branches = [node for node in walk(self._function) if isinstance(node, ast.If)]
         typed = [node for node in branches if any(map(_is_of_special_type, _operands(node.test)))]
         inside = {node for branch in typed for part in (branch.test, *branch.body) for node in walk(part)}
-        reads = [
-            node for node in walk(self._function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-        ]
-        elsewhere = {node.id for node in reads if node not in inside}
+        elsewhere = {node.id for node in self._reads if node not in inside}
         values = [v for target, v in self._pairs if isinstance(target, ast.Name) and target.id not in elsewhere]
         return inside | {node for value in values for node in walk(value)}
 
@@ -113,7 +125,7 @@ class ChosenByLength:
         """Whether a node bounds a size, `min(x.shape[1], 10)`, rather than an index by a size."""
         if not isinstance(node, ast.Call):
             return False
-        values = [*node.args, *(keyword.value for keyword in node.keywords)]
+        values = all_arguments(node)
         if self._meaning(node.func) in ("builtins.min", "builtins.max"):
             return self._are_sizes_and_numbers(values)
         if self._anatomy.names.operation(node).removesuffix("_") not in BOUNDS:
@@ -201,11 +213,8 @@ class ChosenByLength:
         for call in selecting:
             is_function = bool(self._meaning(call.func))
             found |= {arguments(call, ("input", "k") if is_function else ("k",)).get("k", call)}
-        reads = [
-            node for node in walk(self._function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-        ]
-        names = {node.id for node in reads if node in found}
-        only = {name for name in names if all(node in found for node in reads if node.id == name)}
+        names = {node.id for node in self._reads if node in found}
+        only = {name for name in names if all(node in found for node in self._reads if node.id == name)}
         return found | {value for target, value in self._pairs if isinstance(target, ast.Name) and target.id in only}
 
     def _meaning(self, called: ast.AST) -> str | None:

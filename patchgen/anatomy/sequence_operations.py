@@ -155,6 +155,16 @@ def _aliases(name: str, anatomy: Anatomy) -> list[ast.AST]:
     return [one for one in found if isinstance(one, ast.Assign) and isinstance(one.value, ast.Name)]
 
 
+def functions_below(anatomy: Anatomy, *code: ast.AST, without: Collection[str] = ()) -> list[str]:
+    """The functions of the file that code uses, directly or through others; `without` some, and what only these use."""
+    names, pending = list[str](), list(code)
+    while pending:
+        new = {*loaded(pending.pop(0))} & anatomy.functions.keys() - {*names, *without}
+        names += sorted(new)
+        pending += [anatomy.functions[name] for name in sorted(new)]
+    return names
+
+
 def language_model_classes(anatomy: Anatomy) -> set[str]:
     """The classes of the language model: what the decoders use, without a decoder what the heads use, or else all.
 

@@ -6,9 +6,9 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import FunctionNode, loaded, walk
+from patchgen.anatomy.classes import FunctionNode, walk
 from patchgen.anatomy.length_choices import ChosenByLength
-from patchgen.anatomy.sequence_operations import language_model_classes, sequence_operations
+from patchgen.anatomy.sequence_operations import functions_below, language_model_classes, sequence_operations
 from patchgen.anatomy.training_path import reachable_functions
 from patchgen.passes.base import Example, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor
@@ -26,7 +26,7 @@ class LengthChoices(SitePass):
         class ExampleAttention(nn.Module):
             def forward(self, hidden_states):
       +         # patchgen: length_choices
-      +         ops.require_whole_sequence("What ExampleAttention chooses by `hidden_states.shape[1] > self.window`")
+      +         ops.refuse_length_choice("ExampleAttention", "hidden_states.shape[1] > self.window")
                 if hidden_states.shape[1] > self.window:
                     hidden_states = self.local(hidden_states)
                 return self.out(hidden_states)
@@ -34,7 +34,11 @@ class LengthChoices(SitePass):
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        language, below = language_model_classes(anatomy), _functions_of_language(anatomy)
+        language = language_model_classes(anatomy)
+        code = [anatomy.classes[name].node for name in sorted(language)]
+        below = functions_below(
+            anatomy, *code, without=sequence_operations(anatomy)
+        )  # `ops` runs these on the whole sequence
         found: list[Site] = []
         for where, function, excuse in reachable_functions(module):
             owner = where.rpartition(".")[0]
@@ -51,21 +55,8 @@ class LengthChoices(SitePass):
         for choice in ChosenByLength(anatomy, function).found:
             places.setdefault(_line_of_its_own(function, editor.statement_of(choice)), choice)
         for statement, choice in places.items():
-            what = f"What {site.block} chooses by `{ast.unparse(choice)}`"
-            editor.above(statement, f"ops.require_whole_sequence({what!r})")
+            editor.above(statement, f"ops.refuse_length_choice({site.block!r}, {ast.unparse(choice)!r})")
         return Rewritten(editor.result, "refuses slices: chooses by the length of the sequence")
-
-
-def _functions_of_language(anatomy: Anatomy) -> set[str]:
-    """The functions of the file that the language model calls, without those that `ops` run on the whole sequence."""
-    operations = sequence_operations(anatomy).keys()
-    pending: list[ast.AST] = [anatomy.classes[name].node for name in sorted(language_model_classes(anatomy))]
-    found = set[str]()
-    while pending:
-        named = {*loaded(pending.pop())} & anatomy.functions.keys() - found - operations
-        pending += [anatomy.functions[name] for name in sorted(named)]
-        found |= named
-    return found
 
 
 def _line_of_its_own(function: FunctionNode, statement: ast.stmt) -> ast.stmt:

@@ -15,6 +15,7 @@ from patchgen.anatomy.sequence_operations import (
     CONVOLUTION,
     DELTA_RULE,
     UNKNOWN,
+    functions_below,
     language_model_classes,
     sequence_operations,
     stepping_loops,
@@ -83,7 +84,7 @@ class MixerSP(SitePass):
             for name, method in info.methods.items():
                 place = f"{info.name}.{name}"
                 code = {place: method} if name != "__init__" else {}
-                code |= {f"{place}: {below}": anatomy.functions[below] for below in _functions_below(anatomy, method)}
+                code |= {f"{place}: {below}": anatomy.functions[below] for below in functions_below(anatomy, method)}
                 loops = {where: carrying_loop(anatomy, function) for where, function in code.items()}
                 remarks += [_not_parallel(where, loop) for where, loop in loops.items() if loop is not None]
         return list(dict.fromkeys(remarks))
@@ -121,19 +122,11 @@ _SIGNATURES = {
 }
 
 
-def _functions_below(anatomy: Anatomy, node: ast.AST) -> list[str]:
-    """The functions of this file that code uses, directly or through others."""
-    names = sorted(set(loaded(node)) & set(anatomy.functions))
-    for name in names:  # grows
-        names += sorted(set(loaded(anatomy.functions[name])) & set(anatomy.functions) - set(names))
-    return names
-
-
 def _own_attention(info: ClassInfo, anatomy: Anatomy) -> str:
     """A note on attention in a class that bypasses transformers' attention interface; empty if there is none."""
     for method in info.methods.values():
         tables = [statement for name in loaded(method) for statement in anatomy.names.statements.get(name, ())]
-        for code in (method, *map(anatomy.functions.get, _functions_below(anatomy, method)), *tables):
+        for code in (method, *map(anatomy.functions.get, functions_below(anatomy, method)), *tables):
             for node in attention_of_torch(anatomy, code) if isinstance(code, FunctionNode | ast.Assign) else ():
                 return f"line {node.lineno} calls {ast.unparse(node)} itself: {BYPASSES_INTERFACE}"
     forward = anatomy.method(info.name, "forward")

@@ -103,15 +103,15 @@ class UnevenBranches(SitePass):
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         info, editor = anatomy.classes[site.block], Editor(block, self.mark)
         forward = editor.function("forward")  # nodes of the block's tree, which the editor needs
-        branches, decides = _branches_of_tokens(forward, info), _deciding(forward, info, anatomy)
-        branch = branches[0] if len(branches) == 1 and {*decides} == {ast.unparse(branches[0].test)} else None
+        decides = _deciding(forward, info, anatomy)
+        branches = [one for one in _branches_of_tokens(forward, info) if decides == [ast.unparse(one.test)]]
+        branch = branches[0] if len(branches) == 1 else None
         agreed = _agreed_on(forward, branch) if branch is not None else None
         if branch is not None and agreed and (states := _states(forward, branch, agreed, anatomy)):
             editor.instead(branch.test, f"({agreed} := ops.tokens_of_any_rank({agreed}, {states})) is not None")
             editor.mark(branch)
             return Rewritten(editor.result, "taken where any rank has such tokens")
-        test = ast.unparse(_reads(branches[0])[0]) if branches else decides[0]
-        code = f"ops.refuse_uneven_ranks({site.block!r}, {test!r})"
+        code = f"ops.refuse_uneven_ranks({site.block!r}, {decides[0]!r})"
         return Rewritten(insert_first(block, "forward", code, self.mark), "refused on several ranks")
 
 
@@ -128,11 +128,11 @@ def _deciding(forward: FunctionNode | None, info: ClassInfo, anatomy: Anatomy) -
 def _branches_of_tokens(forward: FunctionNode | None, info: ClassInfo) -> list[ast.If]:
     """The branches with `any()` or `all()` in their test that run other modules of the class than their `else`."""
     branches = [node for node in ast.walk(forward) if isinstance(node, ast.If)] if forward is not None else []
-    return [node for node in branches if _reads(node) and _modules(node.body, info) ^ _modules(node.orelse, info)]
+    return [node for node in branches if _asks(node.test) and _modules(node.body, info) ^ _modules(node.orelse, info)]
 
 
-def _reads(branch: ast.If) -> list[ast.Call]:
-    return [call for call in calls(branch.test) if getattr(call.func, "attr", "") in ("any", "all")]
+def _asks(test: ast.expr) -> bool:
+    return any(getattr(call.func, "attr", "") in ("any", "all") for call in calls(test))
 
 
 def _agreed_on(forward: FunctionNode, branch: ast.If) -> str | None:

@@ -40,7 +40,7 @@ class ExampleModel(PreTrainedModel):
             inputs_embeds = layer(inputs_embeds, position_ids)
         return inputs_embeds
 """
-REFUSAL = "ops.require_whole_sequence("
+REFUSAL = "ops.refuse_length_choice("
 
 
 def written(**code: str) -> Outcome:
@@ -110,6 +110,9 @@ def test_a_choice_by_the_length_refuses_slices(place: str, code: str):
             "if past_key_values is not None:\n            hidden_states = hidden_states if S < 10 else key_states",
         ),
         ("attention", "if not self.training and S > 10:\n            hidden_states = hidden_states[:, : min(S, 10)]"),
+        ("attention", "if self.training: pass\n        else: hidden_states = hidden_states[:, : min(S, 10)]"),
+        ("attention", "hidden_states = hidden_states if self.training else hidden_states[:, : min(S, 10)]"),
+        ("attention", "if past_key_values is None: pass\n        elif S > 10: hidden_states = key_states"),
         ("model", "if position_ids is None:\n            if inputs_embeds.shape[1] > 10: position_ids = 2"),
         ("rotary", "x = x.max()"),
     ],

@@ -364,7 +364,7 @@ def test_a_scan_by_another_product_refuses_slices():
 
 
 AGREED = ":= ops.tokens_of_any_rank("
-REFUSED = 'ops.refuse_uneven_ranks("Ernie4_5_VLMoeMoeBlock", "'
+REFUSED = "ops.refuse_uneven_ranks("
 TEST = "if moe_mm_token_type_ids is not None and moe_mm_token_type_ids.any():"
 RESULT = "        return final_hidden_states, router_logits\n\n\nclass Ernie4_5_VLMoeDecoderLayer("
 

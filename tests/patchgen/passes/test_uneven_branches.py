@@ -118,6 +118,9 @@ class ExampleMoeBlock(nn.Module):
         self.experts = ExampleExperts(config)
         self.more = nn.ModuleList([ExampleExperts(config) for _ in range(2)])
 
+    def asked(self, x, index, weights, **kwargs):
+        return self.experts(x, index, weights) if kwargs.get("wanted", False) else x
+
     def pick(self, rows):
         return None if rows.sum() == 0 else rows
 
@@ -146,6 +149,17 @@ def with_experts(body: str) -> str:
 @pytest.mark.parametrize(
     "body",
     [
+        f"self.has = keep.any()\nif self.has:\n    out = {RUN}",
+        f"self.has = False\nif keep.any():\n    self.has = True\nif self.has:\n    out = {RUN}",
+        f"pair = (x if keep.any() else None, x)\nif pair[0] is not None:\n    out = {RUN}",
+        f"found = self.pick(keep)\nif found.rows is not None:\n    out = {RUN}",
+        f"self.rows = x if keep.any() else None\nif self.rows is not None:\n    out = {RUN}",
+        f"stats = {{}}\nif keep.any():\n    stats['rows'] = x\nif stats.get('rows') is not None:\n    out = {RUN}",
+        f"rows = []\n[rows.append(r) for r in x[keep]]\nif rows:\n    out = {RUN}",
+        f"n = 0\n_ = (n := 1) if keep.any() else 0\nif n:\n    out = {RUN}",
+        f"has = False\nmatch 1:\n    case _ if keep.any():\n        has = True\nif has:\n    out = {RUN}",
+        f"def inner(rows):\n    return {RUN} if rows.sum() > 0 else rows\nout = inner(x)",
+        "out = self.asked(x, index, weights, wanted=keep.any())",
         f"chosen = self.pick(keep)\nif chosen is not None:\n    out = {RUN}",
         f"stats = {{}}\nstats.update(n=keep.sum())\nif stats['n'] > 0:\n    out = {RUN}",
         "if keep.sum() > 0:\n    for module in (self.experts,):\n        out = module(x, index, weights)",
@@ -226,6 +240,9 @@ def test_a_condition_that_may_leave_out_experts_on_some_ranks_is_refused_on_seve
                 "torch.is_grad_enabled()",
             )
         ),
+        "if keep.any():\n    out = torch.zeros(len(self.more))",
+        f"if self.experts is not None and self.config.layers is not None:\n    out = {RUN}",
+        f"mask = mask.to(x.device) if mask is not None else None\nif mask is not None:\n    out = {RUN}",
         f"num_runs = self.num_experts // 2\nfor _ in range(num_runs):\n    out = {RUN}",
         "for place, experts in enumerate(self.more):\n    if place > 0:\n        out = experts(x, index, weights)",
         "out = self.run(self.experts, x, index, weights, is_wanted=self.training)",

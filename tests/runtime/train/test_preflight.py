@@ -181,9 +181,9 @@ def test_modules_that_not_every_rank_runs_are_refused_before_any_rank(home, tmp_
     monkeypatch.setattr(preflight, "_decide", lambda *arguments, **options: (decided, ()))
     recipe = recipe_of("llama", tmp_path / "run")
     preflight.decide_trainable(from_dict(recipe))
-    with pytest.raises(RecipeError, match=r"parallel\.ep = 2: 'llama': Block runs some of its modules only if"):
+    with pytest.raises(RecipeError, match=r"parallel\.ep = 2: 'llama': Which of its modules Block runs"):
         preflight.decide_trainable(from_dict(recipe | {"parallel": {"ep": 2}}))
-    with pytest.raises(RecipeError, match=r"parallel\.ep = 2: 'llama': Block"):  # without sp: 2 as well
+    with pytest.raises(RecipeError, match=r"parallel\.ep = 2: 'llama': Which"):  # without sp: 2 as well
         preflight.decide_trainable(from_dict(recipe | {"parallel": {"ep": 2, "sp": 2}}))
 
 
