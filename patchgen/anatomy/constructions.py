@@ -271,9 +271,9 @@ class Constructions:
             return not is_shadowed(init, CONFIG) and CONFIG not in stored(init)
         if given is None or own_attribute(given) != CONFIG or self._anatomy.is_stored_outside(CONFIG, [place.owner]):
             return False
-        family = {info.name: info for name in self._anatomy.below(place.owner) for info in self._anatomy.lineage(name)}
-        inits = [info.methods["__init__"] for info in family.values() if "__init__" in info.methods]
-        kept = [value for info in family.values() for value in stores_of(info, CONFIG)]
+        family = self._anatomy.family(place.owner)
+        inits = [info.methods["__init__"] for info in family if "__init__" in info.methods]
+        kept = [value for info in family for value in stores_of(info, CONFIG)]
         handed = (handed_to(call, [CONFIG], CONFIG) for init in inits for call in calls(init) if _is_init(call.func))
         kept += [value for value in handed if value is not None]
         return all(isinstance(value, ast.Name) and self.is_whole_config(self.scopes[value], value) for value in kept)

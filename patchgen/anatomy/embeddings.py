@@ -131,10 +131,9 @@ class Counts(Flow):
 
     def module(self, name: str, call: ast.Call, operands: Sequence[Marks]) -> Marks:
         self._look_up(self.anatomy.attribute(self.owner, name), operands)
-        if name == "register_buffer" and isinstance(
-            kept := arguments(call, ("name", "tensor")).get("name"), ast.Constant
-        ):
-            self.kept[str(kept.value)] = NONE.union(*operands)
+        given = arguments(call, ("name", "tensor")).get("name")
+        if name == "register_buffer" and isinstance(given, ast.Constant):
+            self.kept[str(given.value)] = NONE.union(*operands)
         for build in self.anatomy.builds(self.owner):
             method = self.anatomy.method(build.target or "", "forward") if build.attribute == name else None
             if method is not None and method[1] not in self._running:

@@ -135,7 +135,7 @@ def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
     (method,), (call, count) = methods.values(), built[list_places[0]]
     if not isinstance(call, ast.Call):
         raise Missed("experts that a call builds", call)
-    expert_class = (anatomy.names.resolve(call.func) or "").removeprefix(".")
+    expert_class = (anatomy.names.resolve(call.func) or "").removeprefix(".")  # of a library, for the message
     gate, up, down, activation = _read_expert(anatomy, expert_class)
     beside: Sequence[ast.stmt] = branch_of(method.body, list_places[0]) if parts else []
     within = {id(n) for place in parts for s in branch_of(method.body, place) for n in ast.walk(s)}

@@ -33,10 +33,6 @@ GRADIENT_HOOKS = TENSOR_HOOKS | BACKWARD_HOOKS
 MODULE_HOOKS = BACKWARD_HOOKS | FORWARD_HOOKS
 
 
-def outside_classes(anatomy: Anatomy) -> list[ast.stmt]:
-    return anatomy.names.outside_classes
-
-
 def require_plain_calls(owner: str, what: str, anatomy: Anatomy) -> None:
     """Raises Missed if anything in the file may add a hook to a module of a class, or give one another call or forward than its
     class has: a seam does not call these modules."""

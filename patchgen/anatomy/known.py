@@ -148,3 +148,19 @@ def made_buffers(anatomy: Anatomy, owner: str) -> Iterator[tuple[str | None, dic
                 given = arguments(call, ("name", "tensor", "persistent"))
                 name = given.get("name")
                 yield str(name.value) if isinstance(name, ast.Constant) else None, given
+
+
+def is_left_by_init(anatomy: Anatomy, owner: str, attribute: str) -> bool:
+    """Whether an attribute keeps what an `__init__` gives it."""
+    methods = [code for info in anatomy.family(owner) for method, code in info.methods.items() if method != "__init__"]
+    changed = {own_attribute(place) for code in methods for node in walk(code) for place in _changed(node)}
+    return bool(anatomy.held(owner, attribute)) and attribute not in changed
+
+
+def _changed(node: ast.AST) -> Iterator[ast.expr]:
+    """What a node assigns to, in whole or in part, or calls a method of for what it changes."""
+    match node:
+        case ast.Attribute(ctx=ast.Store() | ast.Del()):
+            yield node
+        case ast.Subscript(value, ctx=ast.Store() | ast.Del()) | ast.Expr(ast.Call(ast.Attribute(value))):
+            yield value

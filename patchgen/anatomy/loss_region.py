@@ -50,7 +50,7 @@ class LossCall:
     """The function that computes the loss, the names that it reads and sets, and its further arguments."""
 
     function: str
-    form: str  # `own_losses.ALIGNED`, or `SHIFTED` of a cross entropy that the head writes out
+    form: str  # `own_losses.ALIGNED`, or `SHIFTED` of a cross entropy that the head writes out; "" where the function shifts
     loss: str
     logits: str
     labels: str

@@ -25,7 +25,7 @@ from patchgen.anatomy.classes import (
     walk,
 )
 from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.hooks import GRADIENT_HOOKS, hooks, outside_classes
+from patchgen.anatomy.hooks import GRADIENT_HOOKS, hooks
 from patchgen.anatomy.names import is_of_config, local_names
 from patchgen.anatomy.state_changes import ASKED, CASTS, StateChanges, derived_from, flags, values_in
 
@@ -185,7 +185,10 @@ class LossTerms:
         return is_loss or any(map(self._contains_loss, ast.iter_child_nodes(node)))
 
     def _is_same_on_ranks(self, node: ast.AST) -> bool:
-        """Whether a condition is the same on all ranks: made of numbers, flags, and whether there are labels or a loss."""
+        """Whether a condition is the same on all ranks: made of numbers, flags, and whether there are labels or a loss.
+
+        `same_on_ranks` knows more forms, and neither labels nor losses: a rank may have no labels, and its loss then differs.
+        """
         match node:
             case ast.Compare(ast.Name(name), [ast.Is() | ast.IsNot()], [ast.Constant(None)]):
                 return name == self._labels or self._kinds.get(name) in (LOSS, SHARE, NONE)
@@ -211,7 +214,7 @@ def unseen_terms(anatomy: Anatomy, head: str) -> Iterator[str]:
     """Code of the classes below a head that changes gradients by one rank's tokens, apart from any loss: hooks on gradients,
     gradients that a backward makes from none of its arguments, and values that a forward changes for the next call."""
     infos = [anatomy.classes[name] for name in sorted(anatomy.reached_from([head]))]
-    for code in outside_classes(anatomy):
+    for code in anatomy.names.outside_classes:
         yield from hooks(code, anatomy, GRADIENT_HOOKS)
     for info, method in [(one, method) for one in infos for method in one.methods.values()]:
         if method.name == "forward":
@@ -248,7 +251,7 @@ def is_result_class(function: ast.expr, anatomy: Anatomy, scope: Container[str])
     meaning = anatomy.names.resolve(function, scope) or ""
     if RESULTS.fullmatch(meaning):
         return True
-    info = anatomy.classes.get(meaning.removeprefix(".")) if meaning.startswith(".") else None
+    info = anatomy.classes.get(anatomy.names.here(function, scope))
     if info is None or not info.node.bases or not all(_adds_a_property(one, anatomy) for one in info.methods.values()):
         return False
     decorators = [anatomy.names.resolve(d.func if isinstance(d, ast.Call) else d) for d in info.node.decorator_list]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from patchgen.anatomy.bodies import form_of, normal_form
 from patchgen.anatomy.classes import (
     FunctionNode,
+    all_arguments,
     calls,
     defaults_of,
     dotted,
@@ -91,7 +92,7 @@ def _callees(anatomy: Anatomy, name: str, forward: FunctionNode, media: str) -> 
         callee = dotted(call.func)
         if not callee.startswith("self.") or callee.count(".") > 1:
             continue
-        values = [*call.args, *(keyword.value for keyword in call.keywords)]
+        values = all_arguments(call)
         if not any(_is_given(value, media) for value in values):
             continue
         hands_on = any(keyword.arg == media for keyword in call.keywords)

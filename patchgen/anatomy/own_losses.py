@@ -60,7 +60,7 @@ def read_own_loss(body: Sequence[ast.stmt], anatomy: Anatomy, local: Container[s
     if masked is None or plain is None or plain.mask or ast.unparse(choice.test) != f"{masked.mask} is not None":
         return None
     both = replace(masked, bound=masked.bound | plain.bound)
-    return both if choice.orelse and replace(plain, mask=masked.mask, bound=both.bound) == both else None
+    return both if replace(plain, mask=masked.mask, bound=both.bound) == both else None
 
 
 def _read(body: Sequence[ast.stmt], anatomy: Anatomy, local: Container[str]) -> OwnLoss | None:

@@ -1,7 +1,8 @@
 """Which expressions of a function have one value on all ranks, whatever tokens each of them has.
 
-Known to be the same are constants, numbers and modules of `self`, the config, flags (`state_changes.flags`), whether something
-is None, what kind of tensor or object something is, and what is computed from these alone:
+It is asked of what runs experts; `loss_terms` asks of what is added to a loss, where a rank may have no labels. Known to be the
+same are constants, numbers and modules of `self`, the config, flags of the forward (`state_changes.flags`), whether something is
+None, what kind of tensor or object something is, and what is computed from these alone:
 
     self.training and self.config.num_experts > 1      the same
     for i, layer in enumerate(self.layers)             the same number of steps
@@ -14,13 +15,23 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from patchgen.anatomy.classes import LISTS, FunctionNode, base_name, own_attribute, parameters, stored, walk
+from patchgen.anatomy.classes import (
+    LISTS,
+    FunctionNode,
+    all_arguments,
+    base_name,
+    own_attribute,
+    parameters,
+    stored,
+    walk,
+)
 from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.known import is_left_in_config, is_made_of_numbers, is_number
+from patchgen.anatomy.known import is_left_by_init, is_left_in_config, is_made_of_numbers, is_number
 from patchgen.anatomy.names import CONFIG, local_names
-from patchgen.anatomy.state_changes import BODIES, flags, in_order, value_pairs
+from patchgen.anatomy.sequence_loops import changes
+from patchgen.anatomy.state_changes import BODIES, in_order, value_pairs
 
 # Builtins whose result is the same on all ranks if their arguments are.
 BUILTINS = frozenset(
@@ -30,6 +41,8 @@ BUILTINS = frozenset(
         *("min", "max", "sum", "any", "all", "abs", "round", "int", "float", "bool", "str"),
     )
 )
+LOOKS_UP, GETATTR = ("get", "pop"), "builtins.getattr"  # may give None
+CHOICES = (ast.IfExp, ast.BoolOp)
 ABOUT_KINDS = ("builtins.isinstance", "builtins.hasattr", "builtins.callable", "builtins.type")
 KINDS = ("ndim", "dtype", "device", "is_cuda")  # what a tensor is, whatever its sizes and values
 LIBRARIES = ("torch.", "transformers.")  # their functions `is_grad_enabled()`, `is_compiling()` ask about the process
@@ -40,7 +53,7 @@ class Known:
     """What is known of a function's arguments: which are the same on all ranks, and which may be None on some alone."""
 
     same: frozenset[str] = frozenset()
-    uncertain: frozenset[str] = field(default=frozenset())
+    uncertain: frozenset[str] = frozenset()
 
 
 class SameOnRanks:
@@ -48,10 +61,11 @@ class SameOnRanks:
 
     def __init__(self, anatomy: Anatomy, owner: str, function: FunctionNode, known: Known) -> None:
         self._anatomy, self._owner, self._names = anatomy, owner, anatomy.names
-        self._local, self._flags = local_names(function), flags(function)
-        self._different = parameters(function) - {*known.same, CONFIG}
+        self._local, self._known = local_names(function), known
+        inner = {arg.arg for arg in walk(function) if isinstance(arg, ast.arg)}  # of local functions, too
+        self._different = (inner | parameters(function)) - {"self", *known.same, CONFIG}
         self._uncertain = {*known.uncertain}  # names that may be None on some ranks alone
-        bindings, before = list(_bindings(function)), -1
+        bindings, before = list(_bindings(anatomy, function)), -1
         while before < len(self._different) + len(self._uncertain):
             before = len(self._different) + len(self._uncertain)
             for name, value, conditions in bindings:
@@ -93,15 +107,22 @@ class SameOnRanks:
                 return all(map(self.contains, parts))
             case ast.NamedExpr(_, inner):
                 return self.is_none_alike(inner)
-            case ast.Call(function, given, named) if not (self._names.resolve(function) or "").startswith(LIBRARIES):
-                # Code of the file, and `dict.get`, may return None for what some ranks hand in.
-                return all(map(self.contains, (*given, *(keyword.value for keyword in named))))
-        return True
+            case ast.Attribute(holder):
+                attribute = own_attribute(value)
+                return is_left_by_init(self._anatomy, self._owner, attribute) if attribute else self.contains(holder)
+            case ast.Subscript(holder):
+                return self.contains(holder)
+            case ast.Call(ast.Attribute(holder) as function) if own_attribute(function) or function.attr in LOOKS_UP:
+                return self.contains(holder) and all(map(self.contains, all_arguments(value)))
+            case ast.Call(function) if self._names.here(function) or self._names.resolve(function) == GETATTR:
+                return all(map(self.contains, all_arguments(value)))
+        return True  # a tensor, a tuple, a number
 
     def _is_of_config(self, holder: ast.expr, node: ast.Attribute) -> bool:
         """Whether an attribute is one of the config, or of what `self` has from it: `self.text_config.num_layers`."""
         attribute = own_attribute(holder)
         is_held = attribute is not None and is_number(self._anatomy, self._owner, attribute)
+        is_held = is_held and is_left_by_init(self._anatomy, self._owner, attribute or "")
         is_kept = is_held and not self._anatomy.is_stored_outside(node.attr, [CONFIG])
         return is_kept or is_left_in_config(self._anatomy, node)
 
@@ -114,19 +135,21 @@ class SameOnRanks:
                     return all(map(is_same, parts))
                 case ast.Call(function, args) if self._names.resolve(function) in (*BUILTINS, *ABOUT_KINDS[:1]):
                     return all(map(is_same, args)) or is_made_of_numbers(value, self._anatomy, self._owner)
-                case ast.Call(function) if meaning := self._names.resolve(function):
-                    if meaning in LISTS or meaning.removeprefix(".") in self._anatomy.classes:
-                        return True
+                case ast.Call(function) if self._names.here(function) in self._anatomy.classes:
+                    return True
+                case ast.Call(function) if self._names.resolve(function) in LISTS:
+                    return True
             return is_made_of_numbers(value, self._anatomy, self._owner)
 
         held = self._anatomy.held(self._owner, attribute)
-        return bool(held) and all(map(is_same, held))
+        is_kept = is_left_by_init(self._anatomy, self._owner, attribute)
+        return is_kept and all(map(is_same, held))
 
     def _contains_call(self, call: ast.Call) -> bool:
         meaning = self._names.resolve(call.func, self._local) or ""
-        if meaning in ABOUT_KINDS or ast.unparse(call) in self._flags:
+        if meaning in ABOUT_KINDS or ast.unparse(call) in self._known.same:
             return True
-        is_same = all(map(self.contains, (*call.args, *(keyword.value for keyword in call.keywords))))
+        is_same = all(map(self.contains, all_arguments(call)))
         match call.func:
             case _ if meaning:
                 is_asking = meaning.startswith(LIBRARIES) and meaning.rpartition(".")[2].startswith("is_")
@@ -136,22 +159,22 @@ class SameOnRanks:
         return False
 
 
-def _bindings(function: FunctionNode) -> Iterator[tuple[str, ast.expr | None, tuple[ast.AST, ...]]]:
+def _bindings(anatomy: Anatomy, function: FunctionNode) -> Iterator[tuple[str, ast.expr | None, tuple[ast.AST, ...]]]:
     """(name, value, tests and iterables around) for each time a function binds or changes a name; no value where that is not
-    told by an assignment or loop."""
-    for statement, conditions in in_order(function.body):
+    told by an assignment or loop. What a `break` or `continue` leaves out of a loop is not followed."""
+    for statement, around in in_order(function.body):
         own = [part for part in ast.iter_child_nodes(statement) if not isinstance(part, BODIES)]
-        for node in (statement, *(inner for part in own for inner in walk(part))):
+        nodes = [statement, *(inner for part in own for inner in walk(part))]
+        choices = [node.test if isinstance(node, ast.IfExp) else node for node in nodes if isinstance(node, CHOICES)]
+        for node in nodes:
+            conditions = (*around, *choices) if isinstance(node, ast.NamedExpr) else around
             pairs = [(node.target, node.iter)] if isinstance(node, ast.comprehension) else value_pairs(node)
             for target, value in pairs:
                 yield from ((name, value, conditions) for name in {*stored(target), base_name(target)} - {"", "self"})
+            for part, values, _ in changes(anatomy, node):  # `rows.append(row)`
+                if (name := base_name(part)) not in ("", "self"):
+                    yield name, ast.Tuple(values, ast.Load()), conditions
             match node:
-                case ast.Expr(ast.Call(ast.Attribute(holder), args, named)) if (name := base_name(holder)) not in (
-                    "",
-                    "self",
-                ):
-                    given = [*args, *(keyword.value for keyword in named)]
-                    yield name, ast.Tuple(given, ast.Load()), conditions  # `rows.append(row)`
                 case ast.withitem(_, ast.Tuple() as bound):
                     yield from ((one, None, conditions) for one in stored(bound))
                 case ast.withitem(_, ast.Name(name)) | ast.ExceptHandler(_, str(name)) | ast.MatchAs(_, str(name)):

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 from patchgen.anatomy.classes import (
     FunctionNode,
+    all_arguments,
     base_name,
     calls,
     dotted,
@@ -36,7 +37,8 @@ def carrying_loop(anatomy: Anatomy, function: FunctionNode) -> ast.For | ast.Whi
 
     All parameters count as data except `self` and `config`, which provide numbers and modules.
     """
-    data, shared = made_of(anatomy, function, parameters(function) - {"config"}), _shared(function)
+    data = made_of(anatomy, function, parameters(function) - {"config"}, names_read)
+    shared = _shared(function)
     for loop in walk(function):
         match loop:
             case ast.For(target, iterable, body) if _counts_data(anatomy, function, iterable, data):
@@ -80,9 +82,16 @@ def values_used(*code: ast.AST) -> set[str]:
     return _names(ast.Load, *code, without=not_read)
 
 
-def made_of(anatomy: Anatomy, function: FunctionNode, sources: set[str]) -> set[str]:
+def names_read(*code: ast.AST) -> set[str]:
+    """The names, and attributes of `self`, that code reads."""
+    return _names(ast.Load, *code)
+
+
+def made_of(
+    anatomy: Anatomy, function: FunctionNode, sources: set[str], reads: Callable[..., set[str]] = values_used
+) -> set[str]:
     """`sources`, and the names and attributes of `self` that a function computes from them, also those that it writes to in
-    part or in place."""
+    part or in place; `reads`: the names that code computes from."""
     made, before = {*sources}, -1
     while before < len(made):
         before = len(made)
@@ -90,9 +99,9 @@ def made_of(anatomy: Anatomy, function: FunctionNode, sources: set[str]) -> set[
             pairs = [(node.target, node.iter)] if isinstance(node, ast.comprehension) else value_pairs(node)
             for target, value in pairs:
                 written = _names(ast.Store, target) | {base_name(target)} - {"", "self"}
-                made |= written if made & values_used(value) else set()
-            for part, values, _ in _changes(anatomy, node):
-                made |= {_part(part)[1]} - {""} if made & values_used(*values) else set()
+                made |= written if made & reads(value) else set()
+            for part, values, _ in changes(anatomy, node):
+                made |= {_part(part)[1]} - {""} if made & reads(*values) else set()
     return made
 
 
@@ -157,7 +166,7 @@ def _is_own(index: ast.expr | None, steps: Mapping[str, str]) -> bool:
     return False
 
 
-def _changes(anatomy: Anatomy, node: ast.AST) -> Iterator[tuple[ast.expr, list[ast.expr], bool]]:
+def changes(anatomy: Anatomy, node: ast.AST) -> Iterator[tuple[ast.expr, list[ast.expr], bool]]:
     """What code changes in part or in place, of which values, and whether that is made of what an earlier step left."""
     for target, value in value_pairs(node):
         if isinstance(target, ast.Subscript):
@@ -168,7 +177,7 @@ def _changes(anatomy: Anatomy, node: ast.AST) -> Iterator[tuple[ast.expr, list[a
                 yield holder, [*args, *(keyword.value for keyword in keywords)], False
     if not isinstance(node, ast.Call):
         return
-    values = [*node.args, *(keyword.value for keyword in node.keywords)]
+    values = all_arguments(node)
     match node:
         case ast.Call(ast.Attribute(holder, method) as called, args) if is_in_place(called):
             is_function = anatomy.names.resolve(called) and args  # `torch.relu_(h)`
@@ -206,7 +215,7 @@ def _changed_and_read(
     nodes = [node for statement in body for node in walk(statement)]
     places, added_to, own_reads = dict[str, set[str]](), set[str](), set[ast.AST]()
     for node in nodes:
-        for part, _, is_added in _changes(anatomy, node):
+        for part, _, is_added in changes(anatomy, node):
             holder, name, index = _part(part)
             own_reads.add(holder)
             for same in shared.get(name, {name} - {""}):

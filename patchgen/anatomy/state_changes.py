@@ -197,7 +197,7 @@ def in_order(
     """All statements in source order, nested ones too, each with the tests and iterables of the blocks that it is in."""
     for node in body:
         yield node, conditions
-        asked = [getattr(node, name) for name in ("test", "iter", "subject") if hasattr(node, name)]
+        asked = [getattr(node, name) for name in ("test", "iter", "subject", "guard") if getattr(node, name, None)]
         otherwise = node.orelse if isinstance(node, ast.If) else []
         inside = [part for part in ast.iter_child_nodes(node) if isinstance(part, BODIES) and part not in otherwise]
         yield from in_order(inside, (*conditions, *asked))

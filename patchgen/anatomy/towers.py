@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -180,7 +179,7 @@ def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode
 def _lists(body: list[ast.stmt]) -> set[str]:
     """The names that statements set to an empty list and do not use otherwise, so that it is still empty below."""
     touched = [*stored(*body), *loaded(*body)]
-    assigned = (s for s in body if isinstance(s, ast.Assign | ast.AnnAssign) and s.value)
+    assigned = (s for s in body if isinstance(s, ast.Assign | ast.AnnAssign))
     empty = (stored(s) for s in assigned if s.value and ast.unparse(s.value) == "[]")
     names = {name for bound in empty if len(bound) == 1 for name in bound}  # `a = b = []` is one list
     return {name for name in names if touched.count(name) == 1}
@@ -346,7 +345,8 @@ def _results(statement: ast.Return) -> set[str]:
 
 def _read_first(name: str, loop: ast.For) -> bool:
     uses = (s for s in loop.body if name in loaded(s) or (name in stored(s) and not isinstance(s, ast.If)))
-    return name in loaded(*itertools.islice(uses, 1))
+    first = next(uses, None)
+    return first is not None and name in loaded(first)
 
 
 def towers_held_whole(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> list[str]:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from patchgen.anatomy.classes import (
     Build,
     FunctionNode,
+    all_arguments,
     arguments,
     defaults_of,
     own_attribute,
@@ -37,6 +38,9 @@ EXPERTS = {Role.EXPERTS, Role.EXPERT_LIST}
 CALLS_ITSELF = ("forward", "__call__")  # `layer.__call__` is what `layer(x)` runs
 CONTENTS = ("values", "items", "children")
 PARTIAL = "functools.partial"
+GIVES_ELEMENTS = {
+    f"builtins.{name}" for name in ("enumerate", "iter", "list", "next", "reversed", "set", "sorted", "tuple", "zip")
+}
 
 
 def uneven_conditions(anatomy: Anatomy, owner: str) -> list[ast.expr]:
@@ -46,7 +50,7 @@ def uneven_conditions(anatomy: Anatomy, owner: str) -> list[ast.expr]:
     for name in anatomy.below(owner):
         if forward is not None and anatomy.method(name, "forward") == forward and reader.modules(name):
             reader.runs_of(name, forward[1], Known(frozenset(flags(forward[1]))), {})
-    return list(dict.fromkeys(reader.found))
+    return reader.found
 
 
 class _Reader:
@@ -207,7 +211,7 @@ class _Body:
             return self._of_function(self._owner, function, call)
         if meaning.startswith("builtins.") or meaning == PARTIAL:
             return Runs()
-        return _total(*(_once(self._held(part)) for part in self._given(call)))  # `checkpoint(self.experts, rows)`
+        return _total(*(_once(self._held(part)) for part in all_arguments(call)))  # `checkpoint(self.experts, rows)`
 
     def _of_member(self, modules: Modules, member: str, call: ast.Call) -> Runs:
         """What a call of a method of a module runs: `self.model.encode(...)`."""
@@ -224,17 +228,15 @@ class _Body:
         defaults = {name for name, value in defaults_of(function).items() if isinstance(value, ast.Constant)} - {
             *given
         }
-        if None in given or any(isinstance(part, ast.Starred) for part in self._given(call)):
+        if None in given or any(isinstance(part, ast.Starred) for part in all_arguments(call)):
             given, defaults = dict[str | None, ast.expr](), set[str]()  # unknown which parameter gets which argument
         named = {name: value for name, value in given.items() if name is not None}
         same = frozenset(name for name, value in named.items() if self._same.contains(value)) | defaults
         uncertain = frozenset(name for name, value in named.items() if not self._same.is_none_alike(value))
+        if not named and not all(map(self._same.is_none_alike, all_arguments(call))):
+            uncertain = frozenset(parameter_names(function))
         held = {name: modules for name, value in named.items() if (modules := self._held(value))}
         return self._reader.runs_of(owner, function, Known(same, uncertain), held)
-
-    @staticmethod
-    def _given(call: ast.Call) -> list[ast.expr]:
-        return [*call.args, *(keyword.value for keyword in call.keywords)]
 
     def _held(self, node: ast.AST) -> Modules:
         """The modules with experts that an expression is one of, a list of, or a function that runs them."""
@@ -263,7 +265,7 @@ class _Body:
                 match args:
                     case [ast.Name("self"), ast.Constant(str(name)), *_] if meaning == "builtins.getattr":
                         return self._reader.modules(self._owner).get(name, NOTHING)
-                if meaning.startswith("builtins.") or meaning == PARTIAL:
+                if meaning in GIVES_ELEMENTS or meaning == PARTIAL:
                     return self._first_held(*args)
         return NOTHING
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import libcst as cst
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, mentions
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, all_arguments, calls, dotted, mentions
 from patchgen.anatomy.media import handed_sizes
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.sizes import listed_sizes, modality_of, of_another_formula
@@ -125,7 +125,7 @@ def _prefix(anatomy: Anatomy, method: FunctionNode) -> str | None:
     for call in (d for d in method.decorator_list if isinstance(d, ast.Call)):
         if not anatomy.names.is_upstream(call, FILTER):
             continue
-        given = (*call.args, *(keyword.value for keyword in call.keywords))
+        given = all_arguments(call)
         return next((text for one in given if isinstance(text := getattr(one, "value", None), str)), "")
     return None
 

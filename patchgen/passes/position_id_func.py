@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import calls, own_attribute, stored, walk
+from patchgen.anatomy.known import is_left_by_init
 from patchgen.anatomy.positions import POSITIONS
 from patchgen.anatomy.vocabulary import attributes_read, with_methods
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
@@ -62,7 +63,7 @@ class PositionIdFunc(SitePass):
             raise Missed(f"{POSITIONS} of {SOURCE}, computed above the call that they are handed to", call)
         names = sorted(_read_attributes(anatomy, site.block) - {"config"})
         heavy = [name for name in names if _is_module(anatomy, site.block, name)]
-        moving = [name for name in names if not _is_left_by_init(anatomy, site.block, name)]
+        moving = [name for name in names if not is_left_by_init(anatomy, site.block, name)]
         if heavy or moving:
             expected = f"{SOURCE} that reads what `__init__` leaves: numbers and the config"
             raise Missed(expected, f"self.{(heavy + moving)[0]}")
@@ -106,22 +107,6 @@ def _read_attributes(anatomy: Anatomy, name: str) -> set[str]:
     """The attributes that `get_rope_index` and the methods of the class that it calls read; without the methods."""
     read = attributes_read(*with_methods(anatomy, name, anatomy.classes[name].methods[SOURCE]))
     return {attribute for attribute in read if not anatomy.method(name, attribute)}
-
-
-def _is_left_by_init(anatomy: Anatomy, name: str, attribute: str) -> bool:
-    """Whether an attribute keeps what an `__init__` gives it: the loader's workers get its value once."""
-    methods = [code for info in anatomy.family(name) for method, code in info.methods.items() if method != "__init__"]
-    changed = {own_attribute(place) for code in methods for node in walk(code) for place in _changed(node)}
-    return bool(anatomy.held(name, attribute)) and attribute not in changed
-
-
-def _changed(node: ast.AST) -> Iterator[ast.expr]:
-    """What a node assigns to, in whole or in part, or calls a method of for what it changes."""
-    match node:
-        case ast.Attribute(ctx=ast.Store() | ast.Del()):
-            yield node
-        case ast.Subscript(value, ctx=ast.Store() | ast.Del()) | ast.Expr(ast.Call(ast.Attribute(value))):
-            yield value
 
 
 def _is_module(anatomy: Anatomy, name: str, attribute: str) -> bool:

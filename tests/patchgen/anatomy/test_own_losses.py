@@ -38,6 +38,14 @@ flat_logits = shift_logits.view(-1, self.config.text_config.vocab_size)
 flat_labels = shift_labels.view(-1).to(shift_logits.device)
 loss = loss_fct(flat_logits, flat_labels)
 """
+TEXT_VOCAB = "self.config.text_config.vocab_size"
+EACH = """
+if attention_mask is not None:
+    mask = attention_mask[..., 1:] != 0
+    loss = F.cross_entropy(logits[..., :-1, :][attention_mask[..., 1:] != 0].view(-1, 9), labels[..., 1:][mask].view(-1))
+else:
+    loss = F.cross_entropy(logits[..., :-1, :].view(-1, 9), labels[..., 1:].view(-1))
+"""
 SHIFTED = """
 shift_logits = logits[..., :-1, :].contiguous()
 shift_labels = labels[..., 1:].contiguous()
@@ -69,6 +77,14 @@ def read(code: str, imported: str = "from torch.nn import CrossEntropyLoss"):
         (SHIFTED, "shifted", "self.config.vocab_size", "", False),
         (KEPT, "shifted", "None", "attention_mask", False),
         (UPCAST, "shifted", "self.config.text_config.vocab_size", "attention_mask", True),
+        (
+            UPCAST[: UPCAST.index("else:")] + UPCAST[UPCAST.index("loss_fct") :],
+            "shifted",
+            TEXT_VOCAB,
+            "attention_mask",
+            True,
+        ),
+        (EACH, "shifted", "9", "attention_mask", False),
     ],
 )
 def test_a_known_form(code, form, size, mask, upcast):
@@ -112,6 +128,11 @@ def test_a_known_form(code, form, size, mask, upcast):
             ("    shift_labels = labels[..., 1:].contiguous()", "    shift_labels = labels[..., :-1].contiguous()"),
         ),
         (UPCAST, ("logits = logits.float()", "logits = logits.half()")),
+        (KEPT, ("attention_mask is not None", "self.training")),
+        (
+            ALIGNED,  # a choice within a value is not read
+            ("loss = loss_fct(", "logits = logits if attention_mask is not None else logits\nloss = loss_fct("),
+        ),
         (
             KEPT,  # without the one mask, another
             (

@@ -149,3 +149,9 @@ def test_elements_that_are_called_are_no_data():
 def test_a_range_is_pythons():
     assert found("for i in range(self.count):", above="from elsewhere import range") == ""
     assert found("for i in zip(x, self.layers):", above="def zip(*parts):\n    return parts[0]") != ""
+
+
+def test_what_is_made_on_the_device_of_the_data_is_carried():
+    """A decay that starts as a number: in code that only asks for a device, every name that is read counts."""
+    loop = "t = torch.ones((), device=x.device)\n        for i in range(x.shape[1]):"
+    assert found(loop, "out[:, i] = x[:, i] * t; t = t * 0.9").startswith("for i in range(x.shape[1]):")
