@@ -12,6 +12,7 @@ from patchgen.templates import render
 if TYPE_CHECKING:
     from patchgen.runtime.verify.record_types import CaseRecord, HitRecord
 
+REFUSAL = "attention_masks.UnsupportedError: "  # in the record of a case that the runtime refuses in this layout
 MEDIA_CASES = ("images", "video", "audio", "sound", "mixed", "packed media", "handed in")
 
 
@@ -75,11 +76,12 @@ def _allowed_syncs(hits: Iterable[HitRecord]) -> list[dict[str, str]]:
 
 
 def rank_results(model: CommittedModel) -> dict[str, str]:
-    """Layout -> the largest difference over its batches, or how many failed, for the current file."""
+    """Layout -> the largest difference over its batches, or how many failed or were refused, for the current file."""
     found: dict[str, str] = {}
     for layout, result in model.current_rank_proofs.items():
         cases = result["cases"].values()
-        failed = sum("failed" in case for case in cases)
+        failures = [case["failed"] for case in cases if "failed" in case]
+        kind = "refused" if all(REFUSAL in failure for failure in failures) else "failed"
         worst = max((max(float(case["loss"]), float(case["gradient"])) for case in cases), default=0.0)
-        found[layout] = f"{failed} of {len(cases)} failed" if failed else f"{worst:.0e}"
+        found[layout] = f"{len(failures)} of {len(cases)} {kind}" if failures else f"{worst:.0e}"
     return found
