@@ -62,6 +62,6 @@ def digest(generated_file: Path) -> str:
     parts = json.loads(record.read_text(encoding="utf-8")).get("parts", ()) if record.is_file() else ()
     for name in (part["default"]["model"] for part in parts):
         folders = (generated_file.parent.parent, Path(__file__).parents[1] / "generated_models")
-        files = (root / str(name) / f"modeling_{name}.py" for root in folders)
+        files = (folder / str(name) / f"modeling_{name}.py" for folder in folders)
         combined.update(next((file.read_bytes() for file in files if file.is_file()), b""))
     return combined.hexdigest()

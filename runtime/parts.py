@@ -62,7 +62,7 @@ def build_part(auto_class: Any, config: PreTrainedConfig, *, beside: str, **kwar
 def _generated(name: str, file: str, config: PreTrainedConfig, beside: Path) -> type[PreTrainedModel]:
     """The generated class of that name, in the folder of its file or of its model type."""
     folders = dict.fromkeys((beside.parent.parent, *project.generated_folders(), registry.installed_directory()))
-    for folder in (root / name for root in folders for name in dict.fromkeys((file, config.model_type))):
+    for folder in (parent / name for parent in folders for name in dict.fromkeys((file, config.model_type))):
         model = registry.read_model(folder) if (folder / "provenance.json").is_file() else None
         if model is not None and name in model.classes:
             return getattr(model.load(), name)

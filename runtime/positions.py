@@ -122,7 +122,7 @@ class PositionIds:
                 **inputs,
                 "input_ids": ids[:, part.start : part.stop],
                 "attention_mask": torch.ones(1, length, dtype=ids.dtype, device=ids.device),
-                "use_audio_in_video": part.has_sound,
+                "use_audio_in_video": part.has_audio,
             }
             for name, items in part.items.items():
                 for key in (name, *_ALIASES.get(name, ())):
@@ -141,11 +141,11 @@ class PositionIds:
         for index, token in enumerate(tokens):
             following = tokens[index + 1] if index + 1 < len(tokens) else None
             if token == vision and following in (audio, self._model_id(VIDEO)):
-                has_sound = following == audio
-                if part.num_videos and part.has_sound != has_sound:
+                has_audio = following == audio
+                if part.num_videos and part.has_audio != has_audio:
                     yield part.until(index)
                     part = part.after(index)
-                part.has_sound = has_sound
+                part.has_audio = has_audio
                 part.num_videos += 1
             elif token == vision and following == self._model_id(IMAGE):
                 part.num_images += 1
@@ -173,7 +173,7 @@ class _Part:
     num_images: int = 0
     num_videos: int = 0
     num_audios: int = 0
-    has_sound: bool = False
+    has_audio: bool = False
 
     @property
     def items(self) -> dict[str, slice]:

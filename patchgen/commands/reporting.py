@@ -70,9 +70,7 @@ def _named_or_all(models: list[str]) -> list[str]:
 def _pages(names: list[str], *, raises: bool) -> dict[str, tuple[str, str]]:
     """Model -> its page, and the reason why it has none; one of them is empty."""
     found: dict[str, tuple[str, str]] = {}
-    for name in track(
-        names, "refusing_unwritable", console=console, disable=not console.is_terminal or len(names) == 1
-    ):
+    for name in track(names, "writing", console=console, disable=not console.is_terminal or len(names) == 1):
         try:
             found[name] = (model.page(name), "")
         except PatchgenError as error:

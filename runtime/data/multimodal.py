@@ -289,6 +289,9 @@ class PrepareMultimodal:
             return PreparedRecord([cut] if outcome == "truncated" else [], problem)
         reason = too_long_reason(length, limit)
         if self.config.on_long == "truncate":
-            reason += ", and which of its tokens stand for media is unknown" * (is_media is None)
-            reason += ", and media are in the part to cut off" * (is_media is not None)
+            reason += (
+                ", and media are in the part to cut off"
+                if is_media is not None
+                else ", and which of its tokens stand for media is unknown"
+            )
         return PreparedRecord(problem=Problem("skipped", where, reason))

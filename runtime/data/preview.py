@@ -111,17 +111,17 @@ class Preview:
 
 
 def make_preview(
-    loader: Loader, config: DataConfig, tokenizer: Any, *, rows: int, processor: Any = None, prepare: Any = None
+    loader: Loader, config: DataConfig, tokenizer: Any, *, rows: int, processor: Any = None, preparer: Any = None
 ) -> Preview:
     """Reads the next `rows` packed rows of a loader.
 
     Args:
         config: of the loader.
         processor: its placeholders are shown as media.
-        prepare: `PrepareMultimodal` of the loader, which finds the roles of its samples.
+        preparer: `PrepareMultimodal` of the loader, which finds the roles of its samples.
     """
     decoder = Decoder(tokenizer, processor)
-    find_roles = _role_finder(config, tokenizer, prepare)
+    find_roles = _role_finder(config, tokenizer, preparer)
     batches = [(batch, loader.places()) for batch in itertools.islice(loader, rows)]
     records = _records(config, batches)
     preview_rows = [_row(batch, places, config, decoder, records, find_roles) for batch, places in batches]
@@ -251,7 +251,7 @@ def _roles(
     )
 
 
-def _role_finder(config: DataConfig, tokenizer: Any, prepare: Any) -> RoleFinder:
+def _role_finder(config: DataConfig, tokenizer: Any, preparer: Any) -> RoleFinder:
     """A function that returns `(ids, roles)` of a record, or None if it has no roles."""
     mappers: list[Mapper] = mappers_of(config)
     literals = Literals(tokenizer, kept=config.special_tokens)
@@ -260,8 +260,8 @@ def _role_finder(config: DataConfig, tokenizer: Any, prepare: Any) -> RoleFinder
         fields = mappers[source](record.where, record.fields())
         if isinstance(fields, ModelInputs) or not isinstance(messages := fields.get(half or "messages"), list):
             return None
-        if prepare is not None:
-            return prepare.ids_and_roles(source, record.where, fields)
+        if preparer is not None:
+            return preparer.ids_and_roles(source, record.where, fields)
         tools = fields.get("tools") or None
         template = tokenizer.get_chat_template(None, tools=tools)
         return tokens_with_roles(messages, tools, template=template, literals=literals, where=record.where)

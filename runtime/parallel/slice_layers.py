@@ -235,9 +235,8 @@ class LayerComparison:
                         return
                     num_rows = len(input_ids)
                     if logits.ndim == 2 and len(logits) % num_rows == 0:
-                        logits = logits.unflatten(
-                            0, (num_rows, -1)
-                        )  # (B * S, E), in the order of the loss of the routers
+                        # (B * S, E), in the order of the loss of the routers
+                        logits = logits.unflatten(0, (num_rows, -1))
                     part(path, logits, LOGITS)
 
                 hooks.callback(module.register_forward_hook(logits_of).remove)

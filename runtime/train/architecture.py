@@ -83,11 +83,11 @@ def _find_head(root: Path, config: PreTrainedConfig) -> type[PreTrainedModel] | 
         return None
 
 
-CustomHeads = Architecture | GeneratedFolder | None
+RecipeHeads = Architecture | GeneratedFolder | None
 """Heads that a recipe provides itself; they take precedence over the installed ones."""
 
 
-def register(model: ModelConfig) -> CustomHeads:
+def register(model: ModelConfig) -> RecipeHeads:
     """Registers the code that a recipe's model names, once per process; None if it names neither code nor `generated`.
 
     Raises:
@@ -111,7 +111,7 @@ def register(model: ModelConfig) -> CustomHeads:
     return _register(setting, folder, module, model.generated)
 
 
-def prepare(recipe: Recipe) -> CustomHeads:
+def prepare(recipe: Recipe) -> RecipeHeads:
     """Registers a recipe's custom code and the rules of its inputs in this process.
 
     Raises:

@@ -52,9 +52,9 @@ def _require_section(recipe: Recipe, config: DataConfig) -> None:
         # Raises if one of them is no special token.
         Literals(setup.data_parts(recipe).tokenizer, kept=config.special_tokens)
         return
-    prepare = PrepareMultimodal(config, setup.load_processor(recipe.model.source), None)
+    preparer = PrepareMultimodal(config, setup.load_processor(recipe.model.source), None)
     if config.media:
-        prepare.options.require_accepted()
+        preparer.options.require_accepted()
 
 
 def _require_one_answer(config: DataConfig, sources: Sequence[Source]) -> None:

@@ -32,7 +32,7 @@ def preview_of_recipe(recipe: Recipe, *, rows: int, evaluation: bool = False) ->
     config, parts = recipe.evaluation_data if evaluation else recipe.data, setup.data_parts(recipe)
     assert config is not None, "a recipe without this section was refused"
     loader = setup.loader_of_group(config, parts, 0, 1)
-    prepare = None
+    preparer = None
     if config.kind == "multimodal":
-        prepare = PrepareMultimodal(config, parts.processor, parts.position_function)
-    return make_preview(loader, config, parts.tokenizer, rows=rows, processor=parts.processor, prepare=prepare)
+        preparer = PrepareMultimodal(config, parts.processor, parts.position_function)
+    return make_preview(loader, config, parts.tokenizer, rows=rows, processor=parts.processor, preparer=preparer)

@@ -263,7 +263,7 @@ def _task_head(
         raise RecipeError(f"objective.name = {name}: {error}") from error
 
 
-def find_head(config: PreTrainedConfig, recipe_heads: architecture.CustomHeads = None) -> type[PreTrainedModel]:
+def find_head(config: PreTrainedConfig, recipe_heads: architecture.RecipeHeads = None) -> type[PreTrainedModel]:
     """The generated head of a config, or of the first of its sub-configs that has one (the thinker of an omni model).
 
     Args:
@@ -285,7 +285,7 @@ def find_head(config: PreTrainedConfig, recipe_heads: architecture.CustomHeads =
 
 
 def find_head_and_config(
-    config: PreTrainedConfig, recipe_heads: architecture.CustomHeads = None
+    config: PreTrainedConfig, recipe_heads: architecture.RecipeHeads = None
 ) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """`find_head`, and the config or sub-config that this head takes.
 

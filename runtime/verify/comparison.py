@@ -56,7 +56,7 @@ class Difference:
         """Why no figure says how far they are apart; "" if one does."""
         if not self.has_same_form:
             return "it exists on one side only, or its shape or dtype differs"
-        return "" if math.isfinite(self.absolute) else "infinities or NaNs of one side are not in the other"
+        return "" if math.isfinite(self.absolute) else "it has infinities or NaNs"
 
     def worst(self, other: Difference) -> Difference:
         """The worse of both, field by field."""

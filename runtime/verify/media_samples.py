@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from patchgen.runtime import media_sizes as layout
+from patchgen.runtime import media_sizes
 from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.verify.inputs import IGNORED, Case, drawable_ids
 from patchgen.runtime.verify.media import (
@@ -276,10 +276,10 @@ class SampleBuilder:
 
         out = dict(batch)
         for kind, grid in grids.items():
-            tower = layout.tower_config(self.config, kind)
-            if batch[INPUTS[kind]].shape[1:] == layout.token_shape(tower):
+            tower = media_sizes.tower_config(self.config, kind)
+            if batch[INPUTS[kind]].shape[1:] == media_sizes.token_shape(tower):
                 return None  # grids count tokens: the tower finds the patches itself
-            merge = layout.merge_size(tower)
+            merge = media_sizes.merge_size(tower)
             bounds = get_vision_cu_seqlens(grid)
             out[f"{kind}_cu_seqlens"] = bounds
             out[f"{kind}_max_seqlen"] = int(bounds.diff().max())

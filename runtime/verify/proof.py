@@ -61,7 +61,7 @@ class CaseResult:
     gradient: Difference
     """The worst over all parameters."""
     num_parameters: int
-    dead_parameters: tuple[str, ...]
+    without_gradient: tuple[str, ...]
     """Parameters that upstream's own step gives no gradient: this case says nothing about them."""
 
 
@@ -105,12 +105,12 @@ class Proof:
         return verdict.of(self).status == verdict.PROVEN
 
     @property
-    def dead_parameters(self) -> tuple[str, ...]:
+    def without_gradient(self) -> tuple[str, ...]:
         """Parameters that no case exercised."""
         if not self.cases:
             return ()
-        dead = set.intersection(*(set(case.dead_parameters) for case in self.cases))
-        return tuple(name for name in self.cases[0].dead_parameters if name in dead)
+        in_no_case = set.intersection(*(set(case.without_gradient) for case in self.cases))
+        return tuple(name for name in self.cases[0].without_gradient if name in in_no_case)
 
 
 def prove(
@@ -199,7 +199,7 @@ def _case_result(
         outputs=worst_of(outputs.values()),
         gradient=worst_of(gradients.values()),
         num_parameters=len(gradients),
-        dead_parameters=tuple(expected.parameters_without_gradient()),
+        without_gradient=tuple(expected.parameters_without_gradient()),
     )
 
 

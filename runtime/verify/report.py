@@ -42,7 +42,7 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
     console.print(f"small config: {_describe_overrides(proof.overrides)}", style="dim", highlight=False)
     table = Table("case", "variant", "loss", "logits", "all outputs", "gradients", "gradients compared")
     for case in proof.cases:
-        live = case.num_parameters - len(case.dead_parameters)
+        live = case.num_parameters - len(case.without_gradient)
         differences = (case.loss, case.logits, case.outputs, case.gradient)
         table.add_row(case.name, case.variant, *map(_cell, differences), f"{live} of {case.num_parameters}")
     console.print(table)
@@ -53,9 +53,11 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
             numbers = (_cell(seam.loss), _cell(seam.gradient)) if ran else ("", "")
             seam_table.add_row(seam.seam, seam.implementation, seam.status, str(seam.calls), *numbers, seam.reason)
         console.print(seam_table)
-    if proof.dead_parameters:
-        names = ", ".join(proof.dead_parameters[:5]) + (", ..." if len(proof.dead_parameters) > 5 else "")
-        console.print(f"{len(proof.dead_parameters)} parameters have no gradient in any case: {names}", style="yellow")
+    if proof.without_gradient:
+        names = ", ".join(proof.without_gradient[:5]) + (", ..." if len(proof.without_gradient) > 5 else "")
+        console.print(
+            f"{len(proof.without_gradient)} parameters have no gradient in any case: {names}", style="yellow"
+        )
     if proof.unclassified:
         console.print(f"config fields left at upstream's size: {', '.join(proof.unclassified)}", style="yellow")
     for variant, reason in proof.refused_variants.items():
@@ -139,7 +141,7 @@ def proof_record(proof: Proof) -> ProofFacts:
                 "outputs": _difference_record(case.outputs),
                 "gradient": _difference_record(case.gradient),
                 "parameters": case.num_parameters,
-                "without_gradient": len(case.dead_parameters),
+                "without_gradient": len(case.without_gradient),
             }
             for case in proof.cases
         ],
@@ -155,7 +157,7 @@ def proof_record(proof: Proof) -> ProofFacts:
             }
             for seam in proof.seams
         ],
-        "without_gradient": list(proof.dead_parameters),
+        "without_gradient": list(proof.without_gradient),
         "refused_variants": proof.refused_variants,
         "refused_inputs": proof.refused_inputs,
         "not_compared": proof.not_compared,
@@ -176,8 +178,7 @@ def read_training(directory: Path, file: Path, head: str) -> TrainingRecord | No
     is_current = (
         record.get("status") == verdict.PROVEN
         and made_with.get("prover") == source_closure.prover()
-        and made_with.get("transformers")
-        == transformers.__version__  # `record["transformers"]` has earlier proofs, too
+        and made_with.get("transformers") == transformers.__version__  # `transformers` has earlier releases, too
         and record["head"] == head
         and record["sha256"] == digest(file)
         and record.get("copies", {}) == _copied_files(directory, record["model"])

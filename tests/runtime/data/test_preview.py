@@ -194,8 +194,8 @@ def test_images_are_one_unit_with_their_number_of_tokens(tmp_path):
     )
     processor = image_processor()
     loader = build_loader(config, processor=processor, batch_index=0, num_batches=1, agree=int)
-    prepare = PrepareMultimodal(config, processor, None)
-    preview = make_preview(loader, config, processor.tokenizer, rows=1, processor=processor, prepare=prepare)
+    preparer = PrepareMultimodal(config, processor, None)
+    preview = make_preview(loader, config, processor.tokenizer, rows=1, processor=processor, preparer=preparer)
     (document,) = preview.rows[0].documents
     items = [(unit.item, len(unit.ids)) for run in document.role_runs for unit in run.units if unit.item]
     assert items == [("image", 4)]

@@ -93,7 +93,7 @@ def test_tensors_are_found_in_nested_outputs():
     assert [path for path, _ in found] == ["loss", "router_logits.0", "router_logits.1"]
 
 
-def test_dead_parameters_are_those_without_or_with_zero_gradient():
+def test_parameters_without_gradient_are_those_without_or_with_zero_gradient():
     step = Step({}, {"live": torch.ones(1), "zero": torch.zeros(1), "none": None})
     assert step.parameters_without_gradient() == ["zero", "none"]
 

@@ -59,7 +59,7 @@ def test_the_same_code_is_proven_in_every_variant(tmp_path, model_type):
 def test_the_variants_of_qwen3_moe_are_those_its_config_knows(tmp_path):
     proof = prove_with(tmp_path, "qwen3_moe", variants=None)
     assert {case.variant for case in proof.cases} == {"base", "router_logits", "tied", "window", "checkpointing"}
-    assert proof.dead_parameters == ()
+    assert proof.without_gradient == ()
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_a_thinker_is_proven_from_its_own_config_with_text(tmp_path):
     proof = verify_model(folder, implementations=())
     assert proof.failures == []
     assert proof.is_equal
-    text = [name for name in proof.dead_parameters if "audio_tower" not in name and "visual" not in name]
+    text = [name for name in proof.without_gradient if "audio_tower" not in name and "visual" not in name]
     assert text == []  # the whole language model took part
 
 
