@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-FIELDS = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len")
+FIELDS = (
+    "max_position_embeddings",
+    "max_target_positions",
+    "max_decoder_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+)
 """Of transformers' configs."""
 
 

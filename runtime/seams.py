@@ -93,15 +93,18 @@ def register(
 
 @contextlib.contextmanager
 def registered(functions: Mapping[str, Callable], implementation: str) -> Iterator[None]:
-    """Within the block each of `functions`, by seam, is registered as `implementation` of its seam."""
+    """Within the block `implementation` of each seam is the function of `functions`; after it, what it was, or none."""
+    before = {seam: _seam(seam).implementations.get(implementation) for seam in functions if implementations(seam)}
     for seam, function in functions.items():
-        register(seam, implementation)(function)
+        _seam(seam).implementations[implementation] = function
     try:
         yield
     finally:
-        for seam in functions:
-            _seam(seam).implementations.pop(implementation, None)
-            _seam(seam).prefers.pop(implementation, None)
+        for seam, function in before.items():
+            if function is None:
+                del _seam(seam).implementations[implementation]
+            else:
+                _seam(seam).implementations[implementation] = function
 
 
 def unavailable(seam: str, implementation: str) -> str | None:

@@ -39,9 +39,9 @@ def use_one_worker() -> None:
             options, timeout = None, options
         if options is None:
             options = _options(group_class, timeout)
-        for name, value in named_options.items():
-            setattr(options, name, value)  # an AttributeError if this torch has no such option
-        original(group, store, rank, size, options)
+            while named_options:
+                setattr(options, *named_options.popitem())  # an AttributeError if this torch has no such option
+        original(group, store, rank, size, options, **named_options)
 
     group_class.__init__ = init
 

@@ -24,7 +24,7 @@ from patchgen.runtime.parallel.peer_shards import PeerCopy, PeerShards, ShardSlo
 from patchgen.runtime.parallel.unused import ZeroFillingGroup
 
 ATTRIBUTE = "_patchgen_units_in_peer_memory"  # on a sharded model: their number
-IS_REBUILT = torch.__version__ >= "2.15"
+IS_REBUILT = torch.__version__ >= "2.15.0.dev0"
 SMALL_BYTES = 2**25
 """Bytes of a shard. Smaller ones are copied together by one kernel, because launching a copy, some ten microseconds on the host,
 takes longer than the copy; and they are summed together."""

@@ -49,14 +49,14 @@ from patchgen.runtime.verify.comparison import (
     train_step,
 )
 from patchgen.runtime.verify.conditioning import beyond_rounding
-from patchgen.runtime.verify.inputs import Case, text_cases
+from patchgen.runtime.verify.inputs import NUM_ITEMS, Case, text_cases
 from patchgen.runtime.verify.kept_state import state_kept
 from patchgen.runtime.verify.model_pair import build_model, config_class_of, paired, perturb
 from patchgen.runtime.verify.multimodal_inputs import media_cases, takes_media
 from patchgen.runtime.verify.reference_model import training_choices
 from patchgen.runtime.verify.seam_proof import all_eager
 from patchgen.runtime.verify.small_config import set_router_loss, small_config
-from patchgen.runtime.verify.training_inputs import TokenSampler, text_documents
+from patchgen.runtime.verify.training_inputs import TokenSampler, num_labels, text_documents
 from patchgen.upstream import Upstream
 
 if TYPE_CHECKING:
@@ -422,8 +422,9 @@ def _cases(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> tupl
     texts = {case.name: case for case in text_cases(config, model_class)}
     step = texts.pop("step", None)
     if step is not None:
-        rows = text_documents(TokenSampler(config)).rows
-        step = replace(step, batch={**step.batch, **max(rows, key=lambda row: row["input_ids"].shape[1])})
+        longest = max(text_documents(TokenSampler(config)).rows, key=lambda row: row["input_ids"].shape[1])
+        items = {NUM_ITEMS: torch.tensor(2 * num_labels(longest))} if NUM_ITEMS in step.batch else {}
+        step = replace(step, batch={**step.batch, **longest, **items})
     if takes_media(model_class):
         media = media_cases(build_model(model_class, config)).cases
         return (texts["plain"], *media, *([step] if step is not None else []))

@@ -46,7 +46,7 @@ from patchgen.runtime.verify.layout import Layout
 from patchgen.runtime.verify.media_ranks import PACKED, case_inputs, step_on_ranks
 from patchgen.runtime.verify.media_samples import Sample
 from patchgen.runtime.verify.model_pair import build_model, perturb
-from patchgen.runtime.verify.ranks import CaseFailed, RankPool
+from patchgen.runtime.verify.ranks import COLLECTIVE_TIMEOUT, CaseFailed, RankPool
 from patchgen.runtime.verify.reference_model import (
     NotApplicable,
     ReferenceModel,
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = mutants.TOLERANCE
 SECONDS, MORE_SECONDS = 120.0, 300.0
-"""Within which ranks must have a verdict; the latter, with twice the time for a collective, if they have waited for each other."""
+"""Within which ranks must have a verdict; the latter if they have waited for each other."""
 PLAIN, BOUNDARY = "plain", "boundary"
 RUNTIME = Path(parallel.__file__).parents[1].as_posix()
 
@@ -111,7 +111,7 @@ def _verdict(
         if judged := [verdict for verdict in failure.results if verdict.kind in kinds]:
             return judged[0]
         if failure.is_inconclusive and failure.has_waited and not is_second:
-            with contextlib.closing(RankPool(pool.world, collective_timeout=MORE_SECONDS - SECONDS)) as patient:
+            with contextlib.closing(RankPool(pool.world, collective_timeout=2 * COLLECTIVE_TIMEOUT)) as patient:
                 return _verdict(patient, subject, layouts, is_second=True)
         if failure.is_inconclusive and failure.has_waited:
             return mutants.Verdict(mutants.WRONG, f"on ranks: they wait for each other: {failure.first_error}")

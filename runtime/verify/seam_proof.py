@@ -133,11 +133,8 @@ def _counting_calls(seam: str, implementation: str) -> Iterator[list[int]]:
         calls[0] += 1
         return original(*args, **kwargs)
 
-    seams.register(seam, implementation)(counting)
-    try:
+    with seams.registered({seam: counting}, implementation):
         yield calls
-    finally:
-        seams.register(seam, implementation)(original)
 
 
 @contextlib.contextmanager

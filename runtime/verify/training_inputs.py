@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 Batch = dict[str, Any]
 
 LENGTHS = (9, 131, 2, 12)
-"""Of the documents in a packed row: longer and shorter than a window, none a divisor of a chunk or of the row; one of three chunks
-of upstream's delta rules (64 tokens): the first starts without a state, and the third with one of both before it."""
+"""Of the documents in a packed row: longer and shorter than a window, none ends where a chunk of them all does; one of three
+chunks of upstream's delta rules (64 tokens): the first starts without a state, and the third with one of both before it."""
 NUM_PADDED = 7
 
 

@@ -1,9 +1,9 @@
-"""The number of positions of a config, whatever its field is called."""
+"""The number of positions of a config, in the fields that transformers has for it."""
 
 from __future__ import annotations
 
 import pytest
-from transformers import BlenderbotConfig, GPT2Config, MambaConfig, Qwen2_5_VLConfig, XLNetConfig
+from transformers import BlenderbotConfig, GPT2Config, LEDConfig, MambaConfig, Qwen2_5_VLConfig, XLNetConfig
 
 from patchgen.runtime.config_positions import num_positions
 
@@ -14,6 +14,7 @@ from patchgen.runtime.config_positions import num_positions
         (BlenderbotConfig(), 128),
         (GPT2Config(n_positions=77), 77),
         (Qwen2_5_VLConfig(text_config={"max_position_embeddings": 300}), 300),
+        (LEDConfig(max_decoder_position_embeddings=99), 99),
         (XLNetConfig(), None),  # says -1
         (MambaConfig(), None),
     ],

@@ -70,8 +70,8 @@ def test_what_else_torch_creates_a_group_with_is_an_option_of_the_same_name():
     create = dist.ProcessGroupGloo
     group = create(dist.HashStore(), 0, 1, timeout=datetime.timedelta(seconds=5), global_ranks_in_group=[0])
     assert (group.options._threads, group.options.global_ranks_in_group) == (1, [0])
-    given = gloo_groups._options(create, datetime.timedelta(seconds=5))
-    group = create(dist.HashStore(), 0, 1, given, global_ranks_in_group=[0])
-    assert group.options.global_ranks_in_group == [0], "with options of the caller, too"
+    with pytest.raises(TypeError):  # of torch: given options are the caller's, and say all
+        create(dist.HashStore(), 0, 1, group.options, global_ranks_in_group=[1])
+    assert group.options.global_ranks_in_group == [0]
     with pytest.raises(AttributeError, match="unheard_of"):
         create(dist.HashStore(), 0, 1, timeout=datetime.timedelta(seconds=5), unheard_of=True)
