@@ -25,6 +25,7 @@ from patchgen.anatomy.classes import (
     own_attribute,
     parameters,
     stored,
+    stores_of,
     walk,
 )
 from patchgen.anatomy.graph import Anatomy
@@ -41,8 +42,11 @@ BUILTINS = frozenset(
         *("min", "max", "sum", "any", "all", "abs", "round", "int", "float", "bool", "str"),
     )
 )
-LOOKS_UP, GETATTR = ("get", "pop"), "builtins.getattr"  # may give None
-CHOICES = (ast.IfExp, ast.BoolOp)
+GETATTR = "builtins.getattr"
+GIVES_NONE = (GETATTR, "builtins.min", "builtins.max")  # among others
+TAKES = ("pop", "popitem", "popleft", "setdefault")  # give what they take out of or put into what they are called on
+LOOKS_UP = ("get", *TAKES)  # may give None
+ENDS = (ast.Break, ast.Continue)
 ABOUT_KINDS = ("builtins.isinstance", "builtins.hasattr", "builtins.callable", "builtins.type")
 KINDS = ("ndim", "dtype", "device", "is_cuda")  # what a tensor is, whatever its sizes and values
 LIBRARIES = ("torch.", "transformers.")  # their functions `is_grad_enabled()`, `is_compiling()` ask about the process
@@ -87,7 +91,8 @@ class SameOnRanks:
             case ast.Attribute(value, name):
                 if attribute := own_attribute(node):
                     return attribute == "training" or self._is_number_or_module(attribute)
-                return name in KINDS or self._names.resolve(node) is not None or self._is_of_config(value, node)
+                is_kind = name in KINDS and self.is_none_alike(value)
+                return is_kind or self._names.resolve(node) is not None or self._is_of_config(value, node)
             case ast.Call():
                 return self._contains_call(node)
             case ast.NamedExpr(_, value):
@@ -112,11 +117,22 @@ class SameOnRanks:
                 return is_left_by_init(self._anatomy, self._owner, attribute) if attribute else self.contains(holder)
             case ast.Subscript(holder):
                 return self.contains(holder)
-            case ast.Call(ast.Attribute(holder) as function) if own_attribute(function) or function.attr in LOOKS_UP:
-                return self.contains(holder) and all(map(self.contains, all_arguments(value)))
-            case ast.Call(function) if self._names.here(function) or self._names.resolve(function) == GETATTR:
-                return all(map(self.contains, all_arguments(value)))
-        return True  # a tensor, a tuple, a number
+            case ast.Call():
+                return self._gives_a_value(value) or self.contains(value)
+            case ast.Await() | ast.Yield() | ast.YieldFrom():
+                return False
+        return True  # a tuple, a number, a function
+
+    def _gives_a_value(self, call: ast.Call) -> bool:
+        """Whether a call never gives None: of torch, of a builtin, or a method of a tensor, rather than of a module."""
+        meaning = self._names.resolve(call.func, self._local) or ""
+        match call.func:
+            case ast.Attribute(holder, method) if not meaning:
+                return base_name(holder) not in ("", "self", "super") and method not in LOOKS_UP
+        of_torch = meaning.startswith("torch.") and not meaning.startswith(
+            "torch.utils."
+        )  # `checkpoint(self.pick, x)`
+        return of_torch or (meaning in BUILTINS and meaning not in GIVES_NONE)
 
     def _is_of_config(self, holder: ast.expr, node: ast.Attribute) -> bool:
         """Whether an attribute is one of the config, or of what `self` has from it: `self.text_config.num_layers`."""
@@ -147,35 +163,105 @@ class SameOnRanks:
 
     def _contains_call(self, call: ast.Call) -> bool:
         meaning = self._names.resolve(call.func, self._local) or ""
-        if meaning in ABOUT_KINDS or ast.unparse(call) in self._known.same:
+        if ast.unparse(call) in self._known.same:
             return True
+        match call.args:
+            case [of, *_] if meaning in ABOUT_KINDS:
+                return self.is_none_alike(of)
+            case [ast.Name("self"), ast.Constant(str(name)), *_] if meaning == GETATTR and self._is_stored(name):
+                return self.contains(ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load()))
         is_same = all(map(self.contains, all_arguments(call)))
         match call.func:
             case _ if meaning:
                 is_asking = meaning.startswith(LIBRARIES) and meaning.rpartition(".")[2].startswith("is_")
                 return is_same and (meaning in BUILTINS or is_asking)
             case ast.Attribute(value, method) if own_attribute(call.func) is None:
-                return is_same and (method == "dim" or self.contains(value))
+                is_kind = method == "dim" and self.is_none_alike(value)
+                return is_same and (is_kind or (self.contains(value) and not self._is_module(value)))
         return False
+
+    def _is_stored(self, attribute: str) -> bool:
+        family = self._anatomy.family(self._owner)
+        stores = any(list(stores_of(info, attribute)) for info in family)
+        return stores or self._anatomy.is_stored_outside(attribute, [info.name for info in family])
+
+    def _is_module(self, value: ast.AST) -> bool:
+        """Whether it is a module of `self`, whose methods may ask what its forward has kept."""
+        attribute = own_attribute(value)
+        held = self._anatomy.held(self._owner, attribute) if attribute else ()
+        return any(isinstance(one, ast.Call) and self._names.here(one.func) in self._anatomy.classes for one in held)
 
 
 def _bindings(anatomy: Anatomy, function: FunctionNode) -> Iterator[tuple[str, ast.expr | None, tuple[ast.AST, ...]]]:
-    """(name, value, tests and iterables around) for each time a function binds or changes a name; no value where that is not
-    told by an assignment or loop. What a `break` or `continue` leaves out of a loop is not followed."""
+    """(name, value, conditions) for each time a function binds or changes a name: the tests and iterables around, those that
+    choose within the statement, and those by which the loop around may end. No value where that is not told by an assignment or
+    loop, and where an exception may keep a rank from it."""
+    ends = _conditions_of_ends(function)
+    tried = {inner for node in walk(function) if isinstance(node, ast.Try) and node.handlers for inner in walk(node)}
     for statement, around in in_order(function.body):
         own = [part for part in ast.iter_child_nodes(statement) if not isinstance(part, BODIES)]
         nodes = [statement, *(inner for part in own for inner in walk(part))]
-        choices = [node.test if isinstance(node, ast.IfExp) else node for node in nodes if isinstance(node, CHOICES)]
+        around = (*around, *ends.get(statement, ()))
+        choices = (*around, *(condition for node in nodes for condition in _choices(node)))
         for node in nodes:
-            conditions = (*around, *choices) if isinstance(node, ast.NamedExpr) else around
-            pairs = [(node.target, node.iter)] if isinstance(node, ast.comprehension) else value_pairs(node)
-            for target, value in pairs:
-                yield from ((name, value, conditions) for name in {*stored(target), base_name(target)} - {"", "self"})
-            for part, values, _ in changes(anatomy, node):  # `rows.append(row)`
+            for target, value in (
+                [(node.target, node.iter)] if isinstance(node, ast.comprehension) else value_pairs(node)
+            ):
+                conditions = choices if isinstance(node, ast.NamedExpr) else around
+                known = None if statement in tried else value if _is_all_of(node, target) else _element_of(value)
+                yield from ((name, known, conditions) for name in {*stored(target), base_name(target)} - {"", "self"})
+            changed = [(part, values) for part, values, _ in changes(anatomy, node)]  # `rows.append(row)`
+            match node:
+                case ast.Call(ast.Attribute(holder, method), args) if method in TAKES:
+                    changed.append((holder, args))
+                case ast.Expr(ast.Call(called) as call) if anatomy.names.resolve(called) is None or anatomy.names.here(
+                    called
+                ):
+                    changed += [
+                        (part, all_arguments(call)) for part in all_arguments(call)
+                    ]  # `self.count(stats, rows)`
+                case ast.Delete(places):
+                    changed += [(place, [place]) for place in places if isinstance(place, ast.Subscript)]
+            for part, values in changed:
                 if (name := base_name(part)) not in ("", "self"):
-                    yield name, ast.Tuple(values, ast.Load()), conditions
+                    yield name, None if statement in tried else ast.Tuple(values, ast.Load()), choices
             match node:
                 case ast.withitem(_, ast.Tuple() as bound):
                     yield from ((one, None, conditions) for one in stored(bound))
                 case ast.withitem(_, ast.Name(name)) | ast.ExceptHandler(_, str(name)) | ast.MatchAs(_, str(name)):
                     yield name, None, conditions
+
+
+def _choices(node: ast.AST) -> list[ast.expr]:
+    """The conditions by which a part of an expression may not be computed, or is computed several times."""
+    match node:
+        case ast.IfExp(test):
+            return [test]
+        case ast.BoolOp(_, [*tests, _]):
+            return tests
+        case ast.comprehension(_, iterable, tests):
+            return [iterable, *tests]
+    return []
+
+
+def _is_all_of(node: ast.AST, target: ast.expr) -> bool:
+    """Whether a target gets all of a value, rather than an element of a tuple that is not written out, or of an iterable."""
+    pairs = [value for one, value in value_pairs(node) if one is target]
+    return isinstance(node, ast.NamedExpr | ast.AugAssign | ast.AnnAssign) or (
+        isinstance(node, ast.Assign) and (target in node.targets or node.value not in pairs)
+    )
+
+
+def _element_of(value: ast.expr) -> ast.expr:
+    return ast.Subscript(value, ast.Constant(0), ast.Load())
+
+
+def _conditions_of_ends(function: FunctionNode) -> dict[ast.AST, list[ast.AST]]:
+    """Statement of a loop -> the conditions of the `break` and `continue` in it."""
+    found: dict[ast.AST, list[ast.AST]] = {}
+    for loop in walk(function):
+        if isinstance(loop, ast.For | ast.AsyncFor | ast.While):
+            ends = [part for node, tests in in_order(loop.body) if isinstance(node, ENDS) for part in tests]
+            for node in walk(loop) if ends else ():
+                found.setdefault(node, []).extend(ends)
+    return found

@@ -194,9 +194,12 @@ def _state_of(node: ast.AST, aliases: dict[str, str]) -> str | None:
 def in_order(
     body: Iterable[ast.AST], conditions: tuple[ast.AST, ...] = ()
 ) -> Iterator[tuple[ast.AST, tuple[ast.AST, ...]]]:
-    """All statements in source order, nested ones too, each with the tests and iterables of the blocks that it is in."""
+    """All statements in source order, nested ones too, each with the tests and iterables of the blocks that it is in, and the
+    guards of the cases before its own."""
     for node in body:
         yield node, conditions
+        if isinstance(node, ast.match_case) and node.guard is not None:
+            conditions = (*conditions, ast.UnaryOp(ast.Not(), node.guard))
         asked = [getattr(node, name) for name in ("test", "iter", "subject", "guard") if getattr(node, name, None)]
         otherwise = node.orelse if isinstance(node, ast.If) else []
         inside = [part for part in ast.iter_child_nodes(node) if isinstance(part, BODIES) and part not in otherwise]

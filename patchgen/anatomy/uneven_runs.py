@@ -28,7 +28,7 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import Role
-from patchgen.anatomy.same_on_ranks import Known, SameOnRanks
+from patchgen.anatomy.same_on_ranks import GETATTR, Known, SameOnRanks
 from patchgen.anatomy.state_changes import flags, value_pairs
 
 Runs = Counter[str]  # attribute -> how often its module runs
@@ -39,7 +39,8 @@ CALLS_ITSELF = ("forward", "__call__")  # `layer.__call__` is what `layer(x)` ru
 CONTENTS = ("values", "items", "children")
 PARTIAL = "functools.partial"
 GIVES_ELEMENTS = {
-    f"builtins.{name}" for name in ("enumerate", "iter", "list", "next", "reversed", "set", "sorted", "tuple", "zip")
+    f"builtins.{name}"
+    for name in ("dict", "enumerate", "filter", "iter", "list", "next", "reversed", "set", "sorted", "tuple", "zip")
 }
 
 
@@ -209,7 +210,7 @@ class _Body:
         meaning = self._anatomy.names.resolve(call.func) or ""
         if function := self._anatomy.called(self._owner, call):
             return self._of_function(self._owner, function, call)
-        if meaning.startswith("builtins.") or meaning == PARTIAL:
+        if (meaning.startswith("builtins.") and meaning != "builtins.map") or meaning == PARTIAL:
             return Runs()
         return _total(*(_once(self._held(part)) for part in all_arguments(call)))  # `checkpoint(self.experts, rows)`
 
@@ -228,12 +229,13 @@ class _Body:
         defaults = {name for name, value in defaults_of(function).items() if isinstance(value, ast.Constant)} - {
             *given
         }
-        if None in given or any(isinstance(part, ast.Starred) for part in all_arguments(call)):
-            given, defaults = dict[str | None, ast.expr](), set[str]()  # unknown which parameter gets which argument
+        is_told = None not in given and not any(isinstance(part, ast.Starred) for part in all_arguments(call))
+        if not is_told:  # which parameter gets which argument
+            given, defaults = dict[str | None, ast.expr](), set[str]()
         named = {name: value for name, value in given.items() if name is not None}
         same = frozenset(name for name, value in named.items() if self._same.contains(value)) | defaults
         uncertain = frozenset(name for name, value in named.items() if not self._same.is_none_alike(value))
-        if not named and not all(map(self._same.is_none_alike, all_arguments(call))):
+        if not is_told and not all(map(self._same.contains, all_arguments(call))):
             uncertain = frozenset(parameter_names(function))
         held = {name: modules for name, value in named.items() if (modules := self._held(value))}
         return self._reader.runs_of(owner, function, Known(same, uncertain), held)
@@ -263,10 +265,13 @@ class _Body:
             case ast.Call(function, args):
                 meaning = self._anatomy.names.resolve(function) or ""
                 match args:
-                    case [ast.Name("self"), ast.Constant(str(name)), *_] if meaning == "builtins.getattr":
-                        return self._reader.modules(self._owner).get(name, NOTHING)
+                    case [of, ast.Constant(str(name)), *_] if meaning == GETATTR:
+                        of_list = self._held(of) if name.isdigit() else NOTHING
+                        return of_list or self._held(ast.Attribute(of, name, ast.Load()))
+                    case [ast.Name("self"), *_] if meaning == GETATTR:
+                        return [one for modules in self._reader.modules(self._owner).values() for one in modules]
                 if meaning in GIVES_ELEMENTS or meaning == PARTIAL:
-                    return self._first_held(*args)
+                    return self._first_held(*all_arguments(node))
         return NOTHING
 
     def _first_held(self, *parts: ast.AST) -> Modules:

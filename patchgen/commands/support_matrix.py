@@ -53,7 +53,7 @@ def _cell(result: RankCell | None) -> str:
     if result is None or not result.get("applies", True):
         return NOT_MEASURED
     if result["reason"]:
-        return "no"
+        return "refused" if result["reason"].startswith("refused") else "no"
     return NOT_MEASURED if result["difference"] is None else f"{result['difference']:.0e}"
 
 

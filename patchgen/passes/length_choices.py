@@ -36,9 +36,8 @@ class LengthChoices(SitePass):
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         language = language_model_classes(anatomy)
         code = [anatomy.classes[name].node for name in sorted(language)]
-        below = functions_below(
-            anatomy, *code, without=sequence_operations(anatomy)
-        )  # `ops` runs these on the whole sequence
+        # `ops` run the operations of `sequence_operations` on the whole sequence.
+        below = functions_below(anatomy, *code, without=sequence_operations(anatomy))
         found: list[Site] = []
         for where, function, excuse in reachable_functions(module):
             owner = where.rpartition(".")[0]

@@ -70,8 +70,8 @@ class ParallelSection:
         reduce_dtype: the dtype that gradients are summed in.
         exchange_gradients: send gradients in the dtype in which they are computed, by an all-to-all, and sum them on arrival,
             instead of a reduce-scatter in `reduce_dtype`; null: on GPUs of one host, if it saves bytes.
-        shard_exchange: how shards are gathered and gradients summed; auto: "peer_memory" between up to four GPUs of one host, else
-            "collectives".
+        shard_exchange: how shards are gathered and gradients summed; auto: "peer_memory" between up to four GPUs of one host with
+            torch before 2.15, else "collectives".
         reshard_after_forward: free a layer's gathered parameters after its forward.
         prefetch: number of layers gathered ahead of the running one.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from patchgen import provenance
-from patchgen.commands import proof, support_matrix
+from patchgen.commands import models_page, proof, support_matrix
 from patchgen.errors import PatchgenError
 from patchgen.runtime.verify import records
+
+if TYPE_CHECKING:
+    from patchgen.runtime.verify.committed_models import CommittedModel
 
 
 def test_the_matrix_is_what_the_records_say():
@@ -28,6 +33,18 @@ def test_the_page_of_coverage_is_what_the_records_say():
     record = json.loads(records.path_in(None).read_text(encoding="utf-8"))
     expected = records.page(record["key"], record["rows"])
     assert (docs / "coverage.md").read_text(encoding="utf-8") == expected, "write it again: patchgen sweep"
+
+
+def test_a_layout_is_refused_if_all_that_fails_in_it_is():
+    equal, wrong = (
+        {"loss": "0", "gradient": "2e-07"},
+        {"loss": "nan", "gradient": "nan", "failed": "ValueError: 3 against 4"},
+    )
+    refused = wrong | {"failed": "patchgen.runtime.attention_masks.UnsupportedError: Train this model with sp=1."}
+    layouts = {"a": [equal, equal], "b": [equal, wrong], "c": [refused, refused], "d": [refused, wrong]}
+    proofs = {name: {"cases": dict(enumerate(cases))} for name, cases in layouts.items()}
+    found = models_page.rank_results(cast("CommittedModel", SimpleNamespace(current_rank_proofs=proofs)))
+    assert found == {"a": "2e-07", "b": "1 of 2 failed", "c": "2 of 2 refused", "d": "2 of 2 failed"}
 
 
 def test_a_page_without_marks_is_refused():

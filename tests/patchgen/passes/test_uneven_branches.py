@@ -121,6 +121,9 @@ class ExampleMoeBlock(nn.Module):
     def asked(self, x, index, weights, **kwargs):
         return self.experts(x, index, weights) if kwargs.get("wanted", False) else x
 
+    def star(self, rows, x, index, weights):
+        return self.experts(x, index, weights) if rows is not None else x
+
     def pick(self, rows):
         return None if rows.sum() == 0 else rows
 
@@ -149,6 +152,49 @@ def with_experts(body: str) -> str:
 @pytest.mark.parametrize(
     "body",
     [
+        *(
+            f"found = {found}\nif found is not None:\n    out = {RUN}"
+            for found in (
+                "self.norm.pick(keep)",
+                "super().pick(keep)",
+                "next((row for row in x if row.any()), None)",
+                "max([row for row in x if row.any()], default=None, key=len)",
+                "(lambda rows: None if rows.any() else rows)(keep)",
+                "{}.setdefault('a', x if keep.any() else None)",
+                "[x if keep.any() else None][0]",
+            )
+        ),
+        *(
+            f"rows = [1]\n{change}\nif rows:\n    out = {RUN}"
+            for change in (
+                "keep.any() and rows.append(1)",
+                "rows.append(1) if keep.any() else None",
+                "[rows.append(1) for _ in keep.nonzero()]",
+                "if keep.any():\n    del rows[0]",
+                "if keep.any():\n    _ = rows.pop()",
+            )
+        ),
+        f"pick = lambda rows: None if rows.any() else rows\nfound = pick(keep)\nif found is not None:\n    out = {RUN}",
+        f"def inner():\n    return None if keep.any() else x\nfound = inner()\nif found is not None:\n    out = {RUN}",
+        f"args = (x if keep.any() else None, x)\nrows, y = args\nif rows is not None:\n    out = {RUN}",
+        f"for rows in (x if keep.any() else None, x):\n    if rows is not None:\n        out = {RUN}",
+        f"rows = x if keep.any() else None\nif isinstance(rows, torch.Tensor):\n    out = {RUN}",
+        f"n = 0\n[(n := 1) for _ in keep.nonzero()]\nif n:\n    out = {RUN}",
+        f"n = 0\nmatch 1:\n    case _ if keep.any():\n        pass\n    case _:\n        n = 1\nif n:\n    out = {RUN}",
+        f"y = x\nif keep.any():\n    y = x[None]\nif y.dim() == 3:\n    out = {RUN}",
+        f"stats = {{}}\nself.count(stats, keep)\nif stats:\n    out = {RUN}",
+        "name = 'experts'\nif keep.any():\n    out = getattr(self, name)(x, index, weights)",
+        "table = dict(a=self.experts)\nif keep.any():\n    out = table['a'](x, index, weights)",
+        "if keep.any():\n    out = list(map(self.experts, [x], [index], [weights]))[0]",
+        f"has = False\ntry:\n    int(keep)\nexcept RuntimeError:\n    has = True\nif has:\n    out = {RUN}",
+        f"n = 0\nfor _ in range(2):\n    if keep.any():\n        break\n    n += 1\nif n > 1:\n    out = {RUN}",
+        f"self.norm(x)\nif self.experts.has_rows():\n    out = {RUN}",
+        f"self.has = keep.any()\nif getattr(self, 'has', False):\n    out = {RUN}",
+        f"self.rows = x if keep.any() else None\nif getattr(self, 'rows', None) is not None:\n    out = {RUN}",
+        "rows = x if keep.any() else None\nargs = (rows, x)\nout = self.star(*args, index, weights)",
+        "rows = x if keep.any() else None\nout = self.star(x=x, index=index, weights=weights, **dict(rows=rows))",
+        "for module in filter(None, self.more):\n    if keep.any():\n        out = module(x, index, weights)",
+        "if keep.any():\n    out = getattr(self.more, '0')(x, index, weights)",
         f"self.has = keep.any()\nif self.has:\n    out = {RUN}",
         f"self.has = False\nif keep.any():\n    self.has = True\nif self.has:\n    out = {RUN}",
         f"pair = (x if keep.any() else None, x)\nif pair[0] is not None:\n    out = {RUN}",
