@@ -201,35 +201,40 @@ def _bindings(anatomy: Anatomy, function: FunctionNode) -> Iterator[tuple[str, a
     for statement, around in in_order(function.body):
         own = [part for part in ast.iter_child_nodes(statement) if not isinstance(part, BODIES)]
         nodes = [statement, *(inner for part in own for inner in walk(part))]
-        around = (*around, *ends.get(statement, ()))
-        choices = (*around, *(condition for node in nodes for condition in _choices(node)))
+        outside = (*around, *ends.get(statement, ()))
+        inside = (*outside, *(condition for node in nodes for condition in _choices(node)))
         for node in nodes:
-            for target, value in (
-                [(node.target, node.iter)] if isinstance(node, ast.comprehension) else value_pairs(node)
-            ):
-                conditions = choices if isinstance(node, ast.NamedExpr) else around
-                known = None if statement in tried else value if _is_all_of(node, target) else _element_of(value)
-                yield from ((name, known, conditions) for name in {*stored(target), base_name(target)} - {"", "self"})
-            changed = [(part, values) for part, values, _ in changes(anatomy, node)]  # `rows.append(row)`
-            match node:
-                case ast.Call(ast.Attribute(holder, method), args) if method in TAKES:
-                    changed.append((holder, args))
-                case ast.Expr(ast.Call(called) as call) if anatomy.names.resolve(called) is None or anatomy.names.here(
-                    called
-                ):
-                    changed += [
-                        (part, all_arguments(call)) for part in all_arguments(call)
-                    ]  # `self.count(stats, rows)`
-                case ast.Delete(places):
-                    changed += [(place, [place]) for place in places if isinstance(place, ast.Subscript)]
-            for part, values in changed:
-                if (name := base_name(part)) not in ("", "self"):
-                    yield name, None if statement in tried else ast.Tuple(values, ast.Load()), choices
-            match node:
-                case ast.withitem(_, ast.Tuple() as bound):
-                    yield from ((one, None, conditions) for one in stored(bound))
-                case ast.withitem(_, ast.Name(name)) | ast.ExceptHandler(_, str(name)) | ast.MatchAs(_, str(name)):
-                    yield name, None, conditions
+            conditions = inside if isinstance(node, ast.NamedExpr) else outside
+            for names, value in _assigned(node):
+                yield from ((name, None if statement in tried else value, conditions) for name in names)
+            for place, values in _changed(anatomy, node):
+                yield base_name(place), None if statement in tried else ast.Tuple(values, ast.Load()), inside
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[set[str], ast.expr | None]]:
+    """The names that a node binds, and the value."""
+    for target, value in [(node.target, node.iter)] if isinstance(node, ast.comprehension) else value_pairs(node):
+        names = {*stored(target), base_name(target)} - {"", "self"}
+        yield names, value if _is_all_of(node, target) else ast.Subscript(value, ast.Constant(0), ast.Load())
+    match node:
+        case ast.withitem(_, ast.expr() as bound):
+            yield set(stored(bound)), None
+        case ast.ExceptHandler(_, str(name)) | ast.MatchAs(_, str(name)) | ast.MatchStar(str(name)):
+            yield {name}, None
+
+
+def _changed(anatomy: Anatomy, node: ast.AST) -> Iterator[tuple[ast.expr, list[ast.expr]]]:
+    """What a node changes in place, of names but `self`, and by which values: `rows.append(row)`."""
+    changed: list[tuple[ast.expr, list[ast.expr]]] = [(place, values) for place, values, _ in changes(anatomy, node)]
+    match node:
+        case ast.Call(ast.Attribute(holder, method), args) if method in TAKES:
+            changed.append((holder, args))
+        case ast.Delete(places):
+            changed += [(place, [place.slice]) for place in places if isinstance(place, ast.Subscript)]
+        case ast.Expr(ast.Call(function) as call) if (anatomy.names.resolve(function) or ".").startswith("."):
+            values = all_arguments(call)  # `self.count(stats, rows)`, whose result nothing takes
+            changed += [(value, values) for value in values]
+    return ((place, values) for place, values in changed if base_name(place) not in ("", "self"))
 
 
 def _choices(node: ast.AST) -> list[ast.expr]:
@@ -250,10 +255,6 @@ def _is_all_of(node: ast.AST, target: ast.expr) -> bool:
     return isinstance(node, ast.NamedExpr | ast.AugAssign | ast.AnnAssign) or (
         isinstance(node, ast.Assign) and (target in node.targets or node.value not in pairs)
     )
-
-
-def _element_of(value: ast.expr) -> ast.expr:
-    return ast.Subscript(value, ast.Constant(0), ast.Load())
 
 
 def _conditions_of_ends(function: FunctionNode) -> dict[ast.AST, list[ast.AST]]:
