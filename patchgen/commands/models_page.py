@@ -12,7 +12,8 @@ from patchgen.templates import render
 if TYPE_CHECKING:
     from patchgen.runtime.verify.record_types import CaseRecord, HitRecord
 
-REFUSAL = "attention_masks.UnsupportedError: "  # in the record of a case that the runtime refuses in this layout
+REFUSALS = ("attention_masks.UnsupportedError: ", "Train this model with sp=1.")
+"""In the record of a case that the runtime refuses in this layout."""
 MEDIA_CASES = ("images", "video", "audio", "sound", "mixed", "packed media", "handed in")
 
 
@@ -81,7 +82,7 @@ def rank_results(model: CommittedModel) -> dict[str, str]:
     for layout, result in model.current_rank_proofs.items():
         cases = result["cases"].values()
         failures = [case["failed"] for case in cases if "failed" in case]
-        kind = "refused" if all(REFUSAL in failure for failure in failures) else "failed"
+        kind = "refused" if all(any(told in failure for told in REFUSALS) for failure in failures) else "failed"
         worst = max((max(float(case["loss"]), float(case["gradient"])) for case in cases), default=0.0)
         found[layout] = f"{len(failures)} of {len(cases)} {kind}" if failures else f"{worst:.0e}"
     return found

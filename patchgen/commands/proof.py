@@ -78,7 +78,7 @@ def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
 
 def _prove_on_ranks(subjects: list[GeneratedModel], layout: Layout, head: str | None) -> Iterator[bool]:
     """Whether each model is proven on gloo ranks, once the result is written."""
-    from patchgen.runtime.verify import media_ranks, rank_report
+    from patchgen.runtime.verify import media_ranks, rank_report, report
     from patchgen.runtime.verify.ranks import RankPool
 
     sources = records.current_key()
@@ -86,8 +86,15 @@ def _prove_on_ranks(subjects: list[GeneratedModel], layout: Layout, head: str | 
         for subject in subjects:
             with _refusals_of(subject):
                 subject.upstream()  # a missing source fails here, not on every rank
+                training = report.read_training(subject.directory, subject.file, head or subject.heads[0])
                 results = media_ranks.verify_on_ranks(
-                    subject, pool, sp=layout.sp, ep=layout.ep, fsdp=layout.fsdp, head=head
+                    subject,
+                    pool,
+                    sp=layout.sp,
+                    ep=layout.ep,
+                    fsdp=layout.fsdp,
+                    head=head,
+                    separates=training["separates_documents"] if training is not None else False,
                 )
             rank_report.print_results(subject.name, layout.name, results)
             made_with = records.made_with(sources["rank_prover"], sources)

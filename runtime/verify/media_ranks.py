@@ -80,10 +80,19 @@ def case_names(model: Subject, head: str, *, has_several_batches: bool = False) 
 
 
 def compare(
-    model: Subject, head: str, name: str, *, sp: int, fsdp: bool, ep: int = 1, training: bool = True
+    model: Subject,
+    head: str,
+    name: str,
+    *,
+    sp: int,
+    fsdp: bool,
+    ep: int = 1,
+    training: bool = True,
+    separates: DocumentSeparation = False,
 ) -> dict[str, Any]:
     """One batch on this layout against one rank; runs on every rank, with the same result on all."""
-    return compare_case(reference_model(model, head), name, sp=sp, fsdp=fsdp, ep=ep, training=training)
+    options: dict[str, Any] = {"sp": sp, "fsdp": fsdp, "ep": ep, "training": training, "separates": separates}
+    return compare_case(reference_model(model, head), name, **options)
 
 
 def compare_case(
@@ -365,6 +374,7 @@ def verify_on_ranks(
     head: str | None = None,
     cases: Sequence[str] | None = None,
     training: bool = True,
+    separates: DocumentSeparation = False,
 ) -> list[RankResult]:
     """Proves a generated model on gloo ranks; prints nothing.
 
@@ -376,14 +386,15 @@ def verify_on_ranks(
         head: the class to prove; default: the first head.
         cases: names of batches; default: all that upstream takes, and ten steps with one modality per rank.
         training: whether both models are in training mode; in the steps with one modality per rank they always are.
+        separates: whether a run computes packed documents in rows of their own, as the proof in one process found.
     """
     head = head or find_generated(model).heads[0]
     head_class = getattr(find_generated(model).load(), head)
     if reason := loss.why_not_additive(head_class):
         return [RankResult("its loss", reason=reason)]
-    if sp > 1 and not model_calls.takes_documents(head_class):
+    if sp > 1 and (separates or not model_calls.takes_documents(head_class)):
         return [RankResult("its documents", reason=model_calls.no_slices(head, sp))]
-    options: dict[str, Any] = {"sp": sp, "ep": ep, "fsdp": fsdp}
+    options: dict[str, Any] = {"sp": sp, "ep": ep, "fsdp": fsdp, "separates": separates}
     results = []
     try:
         several = pool.world > sp
