@@ -10,6 +10,8 @@ import cases_models as cases
 import cases_one_backward
 import pytest
 
+from patchgen.runtime.verify import media_ranks
+
 DENSE = ["qwen3", "llama"]
 EXPERTS = ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"]
 LAYOUTS = {  # of 4 ranks
@@ -183,3 +185,14 @@ def test_every_token_goes_to_the_same_experts_of_four_ranks(four_ranks):
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
 def test_padded_rows(name, sp, two_ranks):
     two_ranks.run(cases_one_backward.padded_rows_agree, name, sp)
+
+
+def test_documents_that_a_run_computes_in_rows_of_their_own_are_compared_so(two_ranks):
+    """As the proof in one process found of this model; its attention to compressed keys takes no bounds of documents."""
+    packed: dict = {"fsdp": True, "cases": ("packed",), "separates": True}
+    (equal,) = media_ranks.verify_on_ranks("deepseek_v4", two_ranks, sp=1, **packed)
+    assert equal.reason == ""
+    (refused,) = media_ranks.verify_on_ranks("deepseek_v4", two_ranks, sp=2, **packed)
+    assert "computes each document in its own row" in refused.reason
+    (joined,) = media_ranks.verify_on_ranks("deepseek_v4", two_ranks, sp=1, **packed | {"separates": False})
+    assert joined.reason

@@ -41,10 +41,17 @@ def test_a_layout_is_refused_if_all_that_fails_in_it_is():
         {"loss": "nan", "gradient": "nan", "failed": "ValueError: 3 against 4"},
     )
     refused = wrong | {"failed": "patchgen.runtime.attention_masks.UnsupportedError: Train this model with sp=1."}
-    layouts = {"a": [equal, equal], "b": [equal, wrong], "c": [refused, refused], "d": [refused, wrong]}
+    apart = wrong | {"failed": "ValueError: Any computes each document in its own row. Train this model with sp=1."}
+    layouts = {"e": [apart], "a": [equal, equal], "b": [equal, wrong], "c": [refused, refused], "d": [refused, wrong]}
     proofs = {name: {"cases": dict(enumerate(cases))} for name, cases in layouts.items()}
     found = models_page.rank_results(cast("CommittedModel", SimpleNamespace(current_rank_proofs=proofs)))
-    assert found == {"a": "2e-07", "b": "1 of 2 failed", "c": "2 of 2 refused", "d": "2 of 2 failed"}
+    assert found == {
+        "a": "2e-07",
+        "b": "1 of 2 failed",
+        "c": "2 of 2 refused",
+        "d": "2 of 2 failed",
+        "e": "1 of 1 refused",
+    }
 
 
 def test_a_page_without_marks_is_refused():
