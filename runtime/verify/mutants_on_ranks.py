@@ -204,9 +204,8 @@ class _Reference(ReferenceModel):
         with state_kept(self.model):
             return super().loss_and_gradients(batches, packed_rows=packed_rows, training=training)
 
-    def logits(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Logits in evaluation mode."""
-        self.model.eval()
+    def logits(self, inputs: Mapping[str, Any], *, training: bool = False) -> Tensor:
+        self.model.train(training)
         with state_kept(self.model), all_eager():
             return self.model(**inputs, use_cache=False).logits
 
@@ -408,14 +407,18 @@ def _divides_by_num_items(reference: _Reference, inputs: Mapping) -> bool:
 
 @torch.no_grad()
 def _rows_are_dependent(reference: _Reference, inputs: Mapping) -> bool:
-    """Whether upstream's logits of a row depend on the other rows of its batch."""
+    """Whether upstream's logits of a row depend on the other rows of its batch, before or after it, in either mode."""
     rows = {key: inputs[key] for key in ("input_ids", "attention_mask") if key in inputs}
     if set(inputs) - {"input_ids", "attention_mask", "labels", "position_ids"}:
         return False  # a batch with images cannot simply be cut into rows
     half = len(rows["input_ids"]) // 2
-    all_logits = reference.logits(rows)
-    first = reference.logits({key: value[:half] for key, value in rows.items()})
-    return difference(all_logits[:half], first).relative > TOLERANCE
+    for training in (False, True):
+        together = reference.logits(rows, training=training)
+        for part in (slice(half), slice(half, None)):
+            alone = reference.logits({key: value[part] for key, value in rows.items()}, training=training)
+            if difference(together[part], alone).relative > TOLERANCE:
+                return True
+    return False
 
 
 def _verdict_on_error(error: Exception, place: str) -> mutants.Verdict:

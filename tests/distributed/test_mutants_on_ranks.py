@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -223,3 +225,18 @@ def test_the_layouts_after_one_that_is_refused_are_compared(monkeypatch, judge, 
     monkeypatch.setattr(pool, "run", answering)
     found = mutants_on_ranks.verdict(pool, Subject(judge.origin.module, judge.head, "", {}, {}))
     assert found.kind == kind and asked == [mutants_on_ranks.LAYOUTS, mutants_on_ranks.LAYOUTS[1:]]
+
+
+@pytest.mark.parametrize(
+    ("computes", "is_dependent"),
+    [
+        (lambda ids, training: ids * (1 + training), False),
+        (lambda ids, training: ids + ids[:1], True),  # later rows see the first
+        (lambda ids, training: ids + ids[-1:], True),
+        (lambda ids, training: ids + training * ids.mean(), True),
+    ],
+)
+def test_rows_that_see_others_are_found_in_either_direction_and_mode(computes, is_dependent):
+    reference: Any = SimpleNamespace(logits=lambda rows, *, training: computes(rows["input_ids"].double(), training))
+    rows = {"input_ids": torch.arange(12).reshape(4, 3)}
+    assert mutants_on_ranks._rows_are_dependent(reference, rows) == is_dependent
