@@ -207,7 +207,7 @@ class _Reference(ReferenceModel):
     def logits(self, inputs: Mapping[str, Any], *, training: bool = False) -> Tensor:
         self.model.train(training)
         with state_kept(self.model), all_eager():
-            return self.model(**inputs, use_cache=False).logits
+            return self.model(**inputs, use_cache=False).logits.detach()
 
 
 @contextlib.contextmanager
@@ -405,9 +405,8 @@ def _divides_by_num_items(reference: _Reference, inputs: Mapping) -> bool:
     return bool(losses[0] != losses[1])
 
 
-@torch.no_grad()
 def _rows_are_dependent(reference: _Reference, inputs: Mapping) -> bool:
-    """Whether upstream's logits of a row depend on the other rows of its batch, before or after it, in either mode."""
+    """Whether upstream's logits of a row depend on the rows before or after it, in either mode; with gradients, as in a step."""
     rows = {key: inputs[key] for key in ("input_ids", "attention_mask") if key in inputs}
     if set(inputs) - {"input_ids", "attention_mask", "labels", "position_ids"}:
         return False  # a batch with images cannot simply be cut into rows
