@@ -5,6 +5,8 @@ from __future__ import annotations
 import cases_captured as cases
 import pytest
 
+from patchgen.runtime.parallel import peer_units
+
 pytest.importorskip("triton")
 
 LAYOUTS = [{}, {"ep": 2}, {"sp": 2}]
@@ -37,6 +39,7 @@ def test_a_row_that_does_not_fit_is_computed_as_always_by_all(two_ranks):
         assert replayed == pytest.approx(plain, rel=1e-6)
 
 
+@pytest.mark.skipif(peer_units.IS_REBUILT, reason="torch rebuilt what units in peer memory read of FSDP2")
 def test_what_is_frozen_keeps_no_step_from_being_replayed(two_ranks):
     """No optimizer writes it, so nobody says that it was written."""
     documents = [[(20, 28)], [(25, 23)], [(30, 18)]]
