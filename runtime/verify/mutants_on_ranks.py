@@ -152,6 +152,8 @@ def compare(subject: Subject, layouts: Sequence[Layout] = LAYOUTS) -> mutants.Ve
                 except Exception as second:
                     reraise_machine_failure(second)
                     return _verdict_on_error(second, "start")
+        if reason := _fails_without_labels(reference):
+            return mutants.Verdict(mutants.NOT_RUN, f"on ranks: upstream's changed class needs labels: {reason}")
         takes_packed = not left_out
         compared = []
         for layout in layouts:
@@ -219,6 +221,20 @@ def _rows_of_one_document() -> Iterator[None]:
         yield
     finally:
         setattr(Documents, "packed", packed)  # noqa: B010
+
+
+def _fails_without_labels(reference: _Reference) -> str:
+    """The error of upstream's changed class without labels, with which the checks at the start of a run call no model."""
+    samples = reference.batches().get(PLAIN)
+    if samples is None:
+        return ""
+    inputs = reference.builder.case(PLAIN, samples).batch
+    try:
+        reference.logits({name: value for name, value in inputs.items() if name != "labels"})
+    except Exception as error:
+        reraise_machine_failure(error)
+        return mutants.one_line(error)
+    return ""
 
 
 def _takes_training_rows(upstream_class: type[PreTrainedModel]) -> bool:

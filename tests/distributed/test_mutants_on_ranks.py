@@ -59,6 +59,12 @@ def test_what_upstream_cannot_train_under_the_attention_of_a_run_is_no_fault_of_
 
 
 @pytest.mark.slow
+def test_a_mutant_that_needs_labels_is_not_run(two_ranks, judge):
+    """The checks at the start of a run have none, and fail as upstream's own file does."""
+    verdict = mutants_on_ranks.verdict(two_ranks, subject(judge, "", old="        loss = None\n"))
+    assert verdict.kind == mutants.NOT_RUN and "UnboundLocalError" in verdict.detail, verdict
+
+
 def test_what_fsdp_refuses_of_upstream_too_is_no_fault_of_ours(two_ranks, judge):
     """A change in place of a layer's input, which FSDP2 hooks: an error in both files, or in the generated one alone."""
     in_place = subject(judge, f"{RESIDUAL}; residual *= 1.0", old=RESIDUAL)
