@@ -54,6 +54,19 @@ def test_a_generator_that_reads_another_source_is_wrong(monkeypatch):
     assert any("differs by" in verdict.detail for verdict in verdicts)
 
 
+def test_a_head_that_returns_a_tuple_is_not_run():
+    """A fused loss leaves out the logits, so that nothing in it has the place that upstream's has."""
+    origin = upstream.load("llama")
+    returned = "        return CausalLMOutputWithPast(\n            loss=loss,\n            logits=logits,\n"
+    tupled = returned.replace("return CausalLMOutputWithPast(", "return tuple(dict(")
+    start = origin.text.index(returned)
+    end = origin.text.index("        )\n", start) + len("        )\n")
+    call = origin.text[start:end]
+    text = origin.text.replace(call, tupled + call[len(returned) :].replace("        )\n", "        ).values())\n"))
+    found = Judge(origin).verdict(Mutant("edited", "", "", text, False))
+    assert found.kind == NOT_RUN and "tuple" in found.detail, found
+
+
 def test_what_only_long_rows_show_is_wrong(monkeypatch):
     origin = upstream.load("llama")
     judge = Judge(origin)
