@@ -57,12 +57,15 @@ def test_a_generator_that_reads_another_source_is_wrong(monkeypatch):
 def test_a_head_that_returns_a_tuple_is_not_run():
     """A fused loss leaves out the logits, so that nothing in it has the place that upstream's has."""
     origin = upstream.load("llama")
-    returned = "        return CausalLMOutputWithPast(\n            loss=loss,\n            logits=logits,\n"
-    tupled = returned.replace("return CausalLMOutputWithPast(", "return tuple(dict(")
-    start = origin.text.index(returned)
-    end = origin.text.index("        )\n", start) + len("        )\n")
-    call = origin.text[start:end]
-    text = origin.text.replace(call, tupled + call[len(returned) :].replace("        )\n", "        ).values())\n"))
+    before, returned, after = origin.text.partition("        return CausalLMOutputWithPast(\n            loss=loss,")
+    values, end, after = after.partition("        )\n")
+    text = (
+        before
+        + returned.replace("CausalLMOutputWithPast(", "tuple(dict(")
+        + values
+        + end.replace(")", ").values())")
+        + after
+    )
     found = Judge(origin).verdict(Mutant("edited", "", "", text, False))
     assert found.kind == NOT_RUN and "tuple" in found.detail, found
 
