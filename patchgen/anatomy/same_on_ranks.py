@@ -129,9 +129,8 @@ class SameOnRanks:
         match call.func:
             case ast.Attribute(holder, method) if not meaning:
                 return base_name(holder) not in ("", "self", "super") and method not in LOOKS_UP
-        of_torch = meaning.startswith("torch.") and not meaning.startswith(
-            "torch.utils."
-        )  # `checkpoint(self.pick, x)`
+        # `checkpoint(self.pick, x)` of torch.utils gives what the function gives.
+        of_torch = meaning.startswith("torch.") and not meaning.startswith("torch.utils.")
         return of_torch or (meaning in BUILTINS and meaning not in GIVES_NONE)
 
     def _is_of_config(self, holder: ast.expr, node: ast.Attribute) -> bool:
@@ -214,8 +213,11 @@ def _bindings(anatomy: Anatomy, function: FunctionNode) -> Iterator[tuple[str, a
 def _assigned(node: ast.AST) -> Iterator[tuple[set[str], ast.expr | None]]:
     """The names that a node binds, and the value."""
     for target, value in [(node.target, node.iter)] if isinstance(node, ast.comprehension) else value_pairs(node):
+        is_element = isinstance(node, ast.For | ast.comprehension)
+        if isinstance(node, ast.Assign):  # of a tuple that is not written out
+            is_element = value is node.value and target not in node.targets
         names = {*stored(target), base_name(target)} - {"", "self"}
-        yield names, value if _is_all_of(node, target) else ast.Subscript(value, ast.Constant(0), ast.Load())
+        yield names, ast.Subscript(value, ast.Constant(0), ast.Load()) if is_element else value
     match node:
         case ast.withitem(_, ast.expr() as bound):
             yield set(stored(bound)), None
@@ -247,14 +249,6 @@ def _choices(node: ast.AST) -> list[ast.expr]:
         case ast.comprehension(_, iterable, tests):
             return [iterable, *tests]
     return []
-
-
-def _is_all_of(node: ast.AST, target: ast.expr) -> bool:
-    """Whether a target gets all of a value, rather than an element of a tuple that is not written out, or of an iterable."""
-    pairs = [value for one, value in value_pairs(node) if one is target]
-    return isinstance(node, ast.NamedExpr | ast.AugAssign | ast.AnnAssign) or (
-        isinstance(node, ast.Assign) and (target in node.targets or node.value not in pairs)
-    )
 
 
 def _conditions_of_ends(function: FunctionNode) -> dict[ast.AST, list[ast.AST]]:
