@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typer import Argument, Option
 
 from patchgen import commands
 from patchgen.errors import ConfigError, PatchgenError
+from patchgen.runtime.process_exit import end_process
 
 app = typer.Typer(
     name="patchgen",
@@ -441,9 +441,11 @@ def main() -> None:
         app()
     except PatchgenError as error:
         print(f"patchgen: {error}", file=sys.stderr)
-        sys.exit(1)
-    finally:
-        gc.freeze()  # saves half a second at exit, where the interpreter would search all objects for cycles
+        end_process(1)
+    except SystemExit as stop:
+        if not isinstance(stop.code, int):
+            raise
+        end_process(stop.code)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.parallel import gloo_groups
 from patchgen.runtime.parallel.collectives import broadcast_object
+from patchgen.runtime.process_exit import end_process
 from patchgen.runtime.train import architecture
 from patchgen.runtime.train.recipe import Recipe, RecipeError, from_dict, to_dict
 from patchgen.runtime.train.run_log import read_summary
@@ -264,7 +265,8 @@ def main() -> None:
     except Exception:
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
-        sys.exit(1)  # `record` has saved the error; the agent reports the first one of all ranks
+        end_process(1)  # `record` has saved the error; the agent reports the first one of all ranks
+    end_process(0)
 
 
 def move_away(directory: Path) -> None:

@@ -1,6 +1,8 @@
 """A training step of a recipe, and a second one for its time, without a run: in this process, or as one of several ranks.
 
-python -m patchgen.runtime.doctor.rank_step RECIPE_AS_JSON FOLDER   # with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+python -c "from patchgen.runtime.doctor.rank_step import main; main()" RECIPE_AS_JSON FOLDER
+
+with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from patchgen.runtime import launch, parallel
 from patchgen.runtime.data import DataError
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.reshard import reshard
+from patchgen.runtime.process_exit import end_process
 from patchgen.runtime.train import setup
 from patchgen.runtime.train.feed import End
 from patchgen.runtime.train.recipe import Recipe, from_dict
@@ -127,6 +130,7 @@ def main() -> None:
         figures = measure_step(recipe, device, Path(sys.argv[2]))
         if dist.get_rank() == 0:
             print(json.dumps(asdict(figures)), flush=True)
+    end_process(0)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ MAX_CPU_RANKS = 4
 RANKS_TIMEOUT = 600
 """Seconds in which the ranks must have finished."""
 POLL_SECONDS = 0.1
+RANK_SCRIPT = "from patchgen.runtime.doctor.rank_step import main; main()"
 MAX_OVER_ESTIMATE = 1.5
 """How many times its estimate the memory of a step may be."""
 WORKSPACE = 2**28
@@ -191,7 +192,7 @@ def step_on_ranks(recipe: Recipe, ranks: int) -> StepFigures:
     common = {"OMP_NUM_THREADS": "1", **os.environ, **common}
     environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     with tempfile.TemporaryDirectory(prefix="patchgen-step-") as scratch:  # deleted here: ranks may be killed
-        command = [sys.executable, "-m", "patchgen.runtime.doctor.rank_step", json.dumps(to_dict(recipe)), scratch]
+        command = [sys.executable, "-c", RANK_SCRIPT, json.dumps(to_dict(recipe)), scratch]
         printed = run_ranks(command, environments, RANKS_TIMEOUT)
     lines = [line for line in printed.splitlines() if line.startswith("{")]
     if not lines:
@@ -214,12 +215,13 @@ def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]],
         ]
         try:
             failure = _wait(running, timeout)
+            failed_first = sorted(range(len(running)), key=lambda rank: not running[rank].returncode)
         finally:
             for process in running:
                 process.kill()
                 process.wait()
         if failure:
-            errors = (f"rank {rank}: {_last_error(_text(err))}" for rank, (_, err) in enumerate(files))
+            errors = (f"rank {rank}: {_last_error(_text(files[rank][1]))}" for rank in failed_first)
             raise RuntimeError(f"A step on {len(running)} ranks failed: {failure} ({' / '.join(errors)})")
         return _text(files[0][0])
 

@@ -95,6 +95,7 @@ def on_rank(rank: int, world: int, store_file: str) -> None:
     from patchgen.runtime.data import DataConfig, SourceConfig, build_loader
     from patchgen.runtime.parallel import ParallelConfig, batch, gloo_groups, loss
     from patchgen.runtime.parallel.state import ParallelState
+    from patchgen.runtime.process_exit import end_process
 
     torch.set_num_threads(1)
     gloo_groups.use_one_worker()
@@ -145,7 +146,7 @@ def on_rank(rank: int, world: int, store_file: str) -> None:
             }
             print(json.dumps(row), flush=True)
     dist.barrier()
-    dist.destroy_process_group()  # ends gloo's threads before the interpreter does
+    end_process(0)
 
 
 def main() -> int:
