@@ -16,6 +16,7 @@ So a difference belongs to one layer, and rounding does not accumulate. Gradient
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -48,15 +49,19 @@ CHUNK = 64
 
 
 @torch.no_grad()
-def require_sliceable(model: nn.Module, state: ParallelState, *, vocab_size: int, packed: bool = True) -> float:
+def require_sliceable(
+    model: nn.Module, state: ParallelState, *, vocab_size: int, packed: bool = True, padded: bool = True
+) -> float:
     """Compares logits `(B, S, V)`, hidden states and their gradients for random tokens, computed in slices, with those of the
-    full sequence: of two rows, and of a packed one.
+    full sequence: of two rows, of a packed one, and of two with padding.
 
     Args:
         model: a causal language model, after `shard_model` and with its weights. Every rank must call this.
         vocab_size: upper bound of the random token ids.
         packed: also compare a packed batch whose documents end where slices end: there position ids do not restart within
             a slice, so logits are right only if every attention gets the document lengths.
+        padded: also compare two rows, one of which ends with padding that an attention mask marks, if the model takes such
+            rows. `patchgen train` packs rows, and passes no mask with zeros.
 
     Rows with a small image, video and sound are compared as well if the model takes them (`slice_media.py`), with a warning
     if no such row is known. A model in training mode is compared in that mode as well: without dropout, and with constants in
@@ -74,14 +79,14 @@ def require_sliceable(model: nn.Module, state: ParallelState, *, vocab_size: int
     modes = {module: module.training for module in model.modules()}
     reshard(model)  # what an earlier forward left
     try:
-        return _compare_rows(model, state, vocab_size, packed=packed)
+        return _compare_rows(model, state, vocab_size, packed=packed, padded=padded)
     finally:
         for module, mode in modes.items():
             module.training = mode
         reshard(model)
 
 
-def _compare_rows(model: nn.Module, state: ParallelState, vocab_size: int, *, packed: bool) -> float:
+def _compare_rows(model: nn.Module, state: ParallelState, vocab_size: int, *, packed: bool, padded: bool) -> float:
     """The comparisons of `require_sliceable`; leaves the model in one of the modes."""
     tokens_per_rank = _tokens_per_rank(model, state.sp)
     ids = _random_ids(vocab_size, tokens_per_rank * state.sp)
@@ -89,6 +94,9 @@ def _compare_rows(model: nn.Module, state: ParallelState, vocab_size: int, *, pa
     model.eval()
     compare = partial(_require_equal_logits, model, state)
     differences = [compare(row, suspicion) for row, suspicion in _text_rows(ids, tokens_per_rank, packed=packed)]
+    if padded:
+        row, suspicion = _padded_rows(ids, tokens_per_rank), "(rows with padding) Some layer reads the attention mask"
+        differences.append(compare(row, suspicion, with_gradients=False, is_optional=True))
     for kind, row in slice_media.media_rows(model, state, vocab_size=vocab_size, tokens_per_rank=PRIMES[0]):
         suspicion = (
             f"(a row with {kind}) Some layer, or what the features pass through, mixes tokens without attention"
@@ -193,6 +201,13 @@ def _text_rows(ids: Tensor, tokens_per_rank: int, *, packed: bool) -> Iterator[t
         )
 
 
+def _padded_rows(ids: Tensor, tokens_per_rank: int) -> dict[str, Tensor]:
+    """Rows of which the last ends with padding: of the whole last slice and a few tokens before it."""
+    mask = torch.ones_like(ids)
+    mask[-1, -tokens_per_rank - 3 :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
 def _generator_states() -> Tensor:
     """The states of torch's random number generators: what is drawn moves them."""
     state = torch.get_rng_state()
@@ -200,24 +215,35 @@ def _generator_states() -> Tensor:
 
 
 def _require_equal_logits(
-    model: nn.Module, state: ParallelState, batch: dict[str, Tensor], suspicion: str, *, with_gradients: bool = True
+    model: nn.Module,
+    state: ParallelState,
+    batch: dict[str, Tensor],
+    suspicion: str,
+    *,
+    with_gradients: bool = True,
+    is_optional: bool = False,
 ) -> float | None:
-    """The largest relative difference; None if the model draws random numbers, so that nothing can be compared."""
+    """The largest relative difference; None if the model draws random numbers, so that nothing can be compared, or if it does not
+    take the batch and this `is_optional`."""
     # All ranks of a group compute the full sequence; experts stay sharded.
     unsliced_state = replace(state, config=replace(state.config, dp_shard=state.config.num_shards, sp=1))
-    layers = LayerComparison(model, state, batch["input_ids"])
+    real_tokens = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    real_tokens = real_tokens.chunk(state.sp, dim=1)[state.sp_rank].to(state.data_mesh.device_type)
+    layers = LayerComparison(model, state, batch["input_ids"], real_tokens)
     run = partial(_logits, model, batch, with_gradients=with_gradients)
     name = type(model).__name__.removeprefix("FSDP")
     # Both start from the same state: what the first forward keeps, or counts, is that of a slice then. The second shows it if
     # it is used before it is kept.
     times = 2 if with_gradients else 1
     try:
-        with layers.recorded(), restored(model):
+        with layers.recorded(), _trial(model):
             states_before = _generator_states()
             full = [run(unsliced_state) for _ in range(times)][-1]
             is_random = not torch.equal(states_before, _generator_states())
     except minimal_media.REFUSALS as error:
         reraise_machine_failure(error)
+        if is_optional:
+            return None
         raise ValueError(
             f"Whether {name} computes the same on slices of a sequence (sp={state.sp}) cannot be compared: it does not take a row "
             f"of {batch['input_ids'].shape[1]} tokens with {', '.join(batch)}: {_described(error)} To fix: train it with sp=1."
@@ -227,17 +253,27 @@ def _require_equal_logits(
         if all_reduce(any_random, op=dist.ReduceOp.MAX, operation="compare random states around a forward"):
             return None
     try:
-        with layers.compared(), restored(model):
+        with layers.compared(), _trial(model):
             sliced = [run(state) for _ in range(times)][-1]
     except minimal_media.REFUSALS as error:
         reraise_machine_failure(error)
+        if is_optional:
+            return None
         if isinstance(error, ValueError | NotImplementedError):  # a refusal with its own advice
             raise
         raise ValueError(
             f"{name} does not take a slice of a sequence (sp={state.sp}, {', '.join(batch)}): {_described(error)} {suspicion}. "
             "To fix: train it with sp=1, or generate it with the pass for what mixes its tokens."
         ) from error
-    return _require_close(full, sliced, layers, state, name, suspicion)
+    return _require_close(full, sliced, real_tokens, layers, state, name, suspicion)
+
+
+@contextlib.contextmanager
+def _trial(model: nn.Module) -> Iterator[None]:
+    """`restored`, of the shards: a forward without a backward leaves gathered parameters, whose gradients are others'."""
+    reshard(model)
+    with restored(model):
+        yield
 
 
 def _described(error: Exception) -> str:
@@ -253,19 +289,32 @@ def _logits(model: nn.Module, batch: dict[str, Tensor], state: ParallelState, *,
     device = state.data_mesh.device_type
     inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in part.items()}
     with parallel.using(state), torch.set_grad_enabled(with_gradients):
-        logits = model(**inputs, use_cache=False).logits
+        logits = model(**inputs, **_num_items(model), use_cache=False).logits
         if logits.requires_grad:
             logits.backward(random_slice(logits, **place, seed=0))
             unused.drop_unused_gradients(model)  # as a step ends: which parameters it used is forgotten
     return logits.detach()
 
 
+def _num_items(model: nn.Module) -> dict[str, Tensor]:
+    """The number of labels of a step, which a run passes to a model that takes it."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    takes_it = any(one.name == "num_items_in_batch" or one.kind is one.VAR_KEYWORD for one in parameters)
+    return {"num_items_in_batch": torch.tensor(1)} if takes_it else {}
+
+
 def _require_close(
-    full: Tensor, sliced: Tensor, layers: LayerComparison, state: ParallelState, name: str, suspicion: str
+    full: Tensor,
+    sliced: Tensor,
+    real_tokens: Tensor,
+    layers: LayerComparison,
+    state: ParallelState,
+    name: str,
+    suspicion: str,
 ) -> float:
     """The largest relative difference of logits; raises ValueError if that, or one inside the layers, is not rounding."""
     expected = full.chunk(state.sp, dim=1)[state.sp_rank]
-    difference = (sliced - expected).float().abs().max() / full.float().abs().max().clamp(min=1e-12)
+    difference = (sliced - expected)[real_tokens].float().abs().max() / full.float().abs().max().clamp(min=1e-12)
     difference = difference.nan_to_num(nan=float("inf"))  # a MAX reduction may lose a NaN of one rank
     differences = torch.stack([difference, difference.new_tensor(layers.worst_ratio)])
     differences = all_reduce(differences, op=dist.ReduceOp.MAX, operation="compare slices with the full sequence")

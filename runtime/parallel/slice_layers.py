@@ -57,15 +57,19 @@ class LayerComparison:
     """The hidden states of the decoder's layers, of the modules directly inside them, and what the model records of its routers;
     the gradients of the layers' inputs, where they have any.
 
+    Args:
+        input_ids: of the full sequence, `(B, S)`.
+        real_tokens: the tokens of this rank's slice that are compared, `(B, s)` bool: not padding.
+
     Attributes:
         worst_ratio: the largest difference on this rank, in units of what is allowed; above 1 it is not rounding.
         first_module: the path of the first module on this rank whose difference is not rounding.
         first_kind: what differs there: hidden states, router logits or gradients.
     """
 
-    def __init__(self, model: nn.Module, state: ParallelState, input_ids: Tensor) -> None:
+    def __init__(self, model: nn.Module, state: ParallelState, input_ids: Tensor, real_tokens: Tensor) -> None:
         self.worst_ratio, self.first_module, self.first_kind = 0.0, "", STATES
-        self._state, self._ids = state, input_ids
+        self._state, self._ids, self._real_tokens = state, input_ids, real_tokens
         self._layers, self._parts = _layers_and_parts(model)
         self._routers = recorded_routers(model)
         embedding = getattr(model, "get_input_embeddings", lambda: None)()
@@ -179,7 +183,7 @@ class LayerComparison:
         # A part in fp32 computes on what others have rounded.
         dtype = max(self._dtypes, key=lambda one: torch.finfo(one).eps)
         tolerance = CHANGE_TOLERANCE.get(dtype, HALF_PRECISION_CHANGE_TOLERANCE)
-        by_token = (hidden - expected.local).float().abs().amax(dim=-1).flatten()
+        by_token = (hidden - expected.local).float().abs().amax(dim=-1)[self._real_tokens]
         # In half precision a token near a tie of its router may get another expert; most tokens do not.
         deviation = by_token.max() if dtype in CHANGE_TOLERANCE else by_token.median()
         allowed = tolerance * expected.change + ROUNDING * torch.finfo(dtype).eps * expected.size

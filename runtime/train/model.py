@@ -436,7 +436,7 @@ def check_slices_and_report(
 
     with parallel.using(state):
         vocab_size = model.config.get_text_config().vocab_size
-        selfcheck.require_sliceable(model, state, vocab_size=vocab_size)
+        selfcheck.require_sliceable(model, state, vocab_size=vocab_size, padded=False)
         selfcheck.require_router_order(model, state, vocab_size=vocab_size)
     return report.describe(model, state, seam_implementations, _attention_by_layer(recipe) if _is_first_rank() else "")
 

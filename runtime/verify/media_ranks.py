@@ -79,19 +79,8 @@ def case_names(model: Subject, head: str, *, has_several_batches: bool = False) 
     return [*reference.batches(), PACKED, *mixed]
 
 
-def compare(
-    model: Subject,
-    head: str,
-    name: str,
-    *,
-    sp: int,
-    fsdp: bool,
-    ep: int = 1,
-    training: bool = True,
-    separates: DocumentSeparation = False,
-) -> dict[str, Any]:
-    """One batch on this layout against one rank; runs on every rank, with the same result on all."""
-    options: dict[str, Any] = {"sp": sp, "fsdp": fsdp, "ep": ep, "training": training, "separates": separates}
+def compare(model: Subject, head: str, name: str, **options: Any) -> dict[str, Any]:
+    """`compare_case` with these options; runs on every rank, with the same result on all."""
     return compare_case(reference_model(model, head), name, **options)
 
 
@@ -105,7 +94,11 @@ def compare_case(
     training: bool = True,
     separates: DocumentSeparation = False,
 ) -> dict[str, Any]:
-    """`compare` with a reference that is built; `separates`: whether documents are computed in rows of their own."""
+    """One batch on this layout against one rank.
+
+    Args:
+        separates: whether documents are computed in rows of their own.
+    """
     started = time.perf_counter()
     state = state_of(sp, ep)
     full_batches, local_batch = case_inputs(reference, name, state)

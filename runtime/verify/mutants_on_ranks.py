@@ -5,8 +5,8 @@
 
 Layouts, each with rows of one document and with a packed row:
 
-    sp 2            the tokens of a row divided, after the check of slices that a run makes at its start; also rows whose
-                    image, video or sound lies across the slices
+    sp 2            the tokens of a row divided, after the check of slices that a run makes at its start; also rows with
+                    padding, and rows whose image, video or sound lies across the slices
     ep 2, fsdp      experts divided, everything else sharded; models with experts
     fsdp            parameters sharded, rows divided
 
@@ -33,7 +33,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from patchgen.runtime import attention, parallel, registry, seams
+from patchgen.runtime import attention, model_calls, parallel, registry, seams
+from patchgen.runtime.document_rows import DocumentSeparation
 from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel import row_lengths, selfcheck, sharding
 from patchgen.runtime.parallel.batch import slice_batch
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
 TOLERANCE = mutants.TOLERANCE
 SECONDS, MORE_SECONDS = 120.0, 300.0
 """Within which ranks must have a verdict; the latter if they have waited for each other."""
-PLAIN, BOUNDARY = "plain", "boundary"
+PLAIN, PADDED, BOUNDARY = "plain", "text", "boundary"
 RUNTIME = Path(parallel.__file__).parents[1].as_posix()
 
 
@@ -160,7 +161,10 @@ def compare(subject: Subject, layouts: Sequence[Layout] = LAYOUTS) -> mutants.Ve
             if layout.ep > 1 and not sharding.expert_paths(reference.generated()):
                 continue
             cases = [PLAIN, *([PACKED] if takes_packed else [])]
-            cases += [BOUNDARY] if layout.sp > 1 and BOUNDARY in reference.batches() else []
+            if layout.sp > 1 and reference.separates:
+                left_out[layout.name] = model_calls.no_slices(subject.head, layout.sp)
+                continue
+            cases += [case for case in (PADDED, BOUNDARY) if layout.sp > 1 and case in reference.batches()]
             for case in cases:
                 layout_verdict = _compare_layout(reference, layout, case, takes_packed=takes_packed)
                 if layout_verdict.kind in (mutants.WRONG, mutants.REFUSED):
@@ -191,6 +195,10 @@ class _Reference(ReferenceModel):
         perturb(fresh)
         switch_dropout_off(fresh)
         self.model = self.builder.model = fresh
+        *_, self.separates = training_choices(self.upstream_class, self.generated_class, self.config)
+
+    def generated(self, separates: DocumentSeparation = False) -> PreTrainedModel:
+        return super().generated(separates or self.separates)
 
     def batches(self) -> dict[str, tuple[Sample, ...]]:
         with state_kept(self.model):

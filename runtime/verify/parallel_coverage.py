@@ -124,7 +124,8 @@ def start_refusal(reference: ReferenceModel, state: ParallelState, separates: Do
     sharding.shard_model(generated, state)
     try:
         with parallel.using(state), seams.using(**reference.seams):
-            selfcheck.require_sliceable(generated, state, vocab_size=generated.config.get_text_config().vocab_size)
+            vocab_size = generated.config.get_text_config().vocab_size
+            selfcheck.require_sliceable(generated, state, vocab_size=vocab_size, padded=False)
     except ValueError as error:
         return f"refused at the start of a run: {error}"
     return ""

@@ -105,6 +105,44 @@ def what_several_rows_or_training_with_gradients_show_is_refused() -> None:
             _check_with_hook(model, state, norm.register_forward_hook, hook, message)
 
 
+def what_reads_the_mask_or_the_number_of_labels_is_refused() -> None:
+    """Lengths of padded rows, unless the rows of a run have no padding, and tokens that are mixed where a step counts its labels;
+    what differs at padding alone, or fails on it, is no difference."""
+    model, state = cases_training.sharded_model("llama", sp=2)
+    given = {}
+
+    def notes(_, __, kwargs):
+        given.clear()
+        given.update(kwargs)
+
+    def scales_by_length(_, __, out):
+        mask = given.get("attention_mask")
+        return out if mask is None else out * mask.sum(1)[:, None, None]
+
+    def moves_padding(_, __, out):
+        mask = given.get("attention_mask")
+        return out if mask is None else out + (1 - mask)[..., None] * torch.arange(out.shape[1])[:, None]
+
+    def takes_no_padding(_, __, out):
+        if given.get("attention_mask") is not None:
+            raise RuntimeError("padding")
+
+    def mixes_in_a_step(_, __, out):
+        return out + out.mean(1, keepdim=True) if given.get("num_items_in_batch") is not None else out
+
+    model.model.register_forward_pre_hook(notes, with_kwargs=True)
+    for module, hook, padded, message in (
+        (model.model.norm, scales_by_length, True, r"other logits .*\(rows with padding\)"),
+        (model.model.layers[0].mlp, scales_by_length, True, r"first in model\.layers\.0\.mlp.*\(rows with padding\)"),
+        (model.model.norm, scales_by_length, False, ""),
+        (model.model.norm, moves_padding, True, ""),
+        (model.model.layers[0].mlp, moves_padding, True, ""),
+        (model.model.norm, takes_no_padding, True, ""),
+        (model.model.norm, mixes_in_a_step, False, "other logits on slices"),
+    ):
+        _check_with_hook(model, state, module.register_forward_hook, hook, message, padded=padded)
+
+
 def what_gradients_alone_show_is_refused() -> None:
     """Tokens that are mixed in the backward, in a layer, before, between and after layers, and gradients that slices alone
     lack; the parameters keep their gradients."""
@@ -145,11 +183,13 @@ def what_gradients_alone_show_is_refused() -> None:
     assert not any(gradient.to_local().any() for gradient in gradients)
 
 
-def _check_with_hook(model: nn.Module, state, register: Callable, hook: Callable, message: str) -> None:
+def _check_with_hook(
+    model: nn.Module, state, register: Callable, hook: Callable, message: str, *, padded: bool = False
+) -> None:
     """The check of the model with a hook passes, or raises an error with this message."""
     handle = register(hook)
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        require_sliceable(model, state, vocab_size=cases_models.VOCABULARY, packed=False)
+        require_sliceable(model, state, vocab_size=cases_models.VOCABULARY, packed=False, padded=padded)
     handle.remove()
 
 
@@ -172,7 +212,7 @@ def require_no_trace(build: Callable, state, vocab_size: int, mode: str, options
         sharding.shard_model(model, state, options=options)
         if is_checked:
             require_sliceable(model, state, vocab_size=vocab_size)
-            assert all(isinstance(parameter, DTensor) and parameter.grad is None for parameter in model.parameters())
+            _require_shards_without_gradients(model)
             assert not any(vars(parameter).get(unused.LEFT_OUT) for parameter in model.parameters())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ids = torch.arange(64)[None] % vocab_size
@@ -188,6 +228,19 @@ def require_no_trace(build: Callable, state, vocab_size: int, mode: str, options
             optimizer.zero_grad(set_to_none=True)
         results.append([parameter.to_local().clone() for parameter in model.parameters()])
     assert all(torch.equal(without, checked) for without, checked in zip(*results, strict=True))
+
+
+def _require_shards_without_gradients(model: nn.Module) -> None:
+    assert all(isinstance(parameter, DTensor) and parameter.grad is None for parameter in model.parameters())
+
+
+def the_check_of_rows_with_images_leaves_no_gradients() -> None:
+    """These have a forward alone, which leaves gathered parameters, and rows with a backward follow."""
+    reference, state = reference_model("qwen3_vl", "Qwen3VLForConditionalGeneration"), cases_sequence.state_of(sp=2)
+    model = sharding.shard_model(reference.generated(), state).train()
+    with seams.using(**reference.seams):
+        require_sliceable(model, state, vocab_size=model.config.get_text_config().vocab_size)
+    _require_shards_without_gradients(model)
 
 
 def an_error_of_slices_alone_is_a_refusal() -> None:

@@ -51,6 +51,34 @@ def test_tokens_that_are_mixed_without_attention_are_refused_at_the_start(two_ra
     assert rolled.kind == mutants.REFUSED and rolled.by == "runtime/parallel/selfcheck.py", rolled
 
 
+MASKED = "\n        if attention_mask is not None:\n            hidden_states = hidden_states * "
+
+
+def test_what_reads_the_mask_of_padded_rows_is_compared(two_ranks, judge):
+    """A slice has another number of tokens than the sequence; what padded rows alone show, and the generated file lacks."""
+    by_length = subject(judge, f"{PROJECTED}{MASKED}attention_mask.sum(1)[:, None, None]")
+    verdict = mutants_on_ranks.verdict(two_ranks, by_length)
+    assert verdict.kind == mutants.REFUSED and "rows with padding" in verdict.detail, verdict
+    verdict = mutants_on_ranks.verdict(
+        two_ranks, subject(judge, f"{PROJECTED}{MASKED}(2 - attention_mask.min())", generated_from="upstream")
+    )
+    assert verdict.kind == mutants.WRONG and verdict.detail.startswith("2 ranks, sp 2, whole parameters, text: "), (
+        verdict
+    )
+
+
+@pytest.mark.slow
+def test_documents_that_a_run_separates_are_separated(two_ranks):
+    """Packed rows on ranks are compared then, and slices are not, which a run refuses."""
+    judge = mutants.Judge(upstream.load("deepseek_v4"))
+    files = pipeline.generate(judge.origin).files
+    verdict = mutants_on_ranks.verdict(
+        two_ranks, Subject(judge.origin.module, judge.head, judge.origin.text, {}, files)
+    )
+    assert verdict.kind == mutants.EQUAL and "2 ranks, sp 1, FSDP, packed" in verdict.compared, verdict
+    assert "computes each document in its own row" in verdict.left_out["2 ranks, sp 2, whole parameters"], verdict
+
+
 def test_what_upstream_cannot_train_under_the_attention_of_a_run_is_no_fault_of_ours(two_ranks, judge):
     """A change in place of what torch's attention saved for its backward; eager attention saves a copy."""
     in_place = subject(judge, f"{ATTENDED}; attn_output *= 1.25", old=ATTENDED)

@@ -19,6 +19,7 @@ def test_a_sliceable_model_passes(two_ranks):
 def test_a_model_that_cannot_run_on_slices_is_refused(two_ranks):
     two_ranks.run(cases.what_slices_would_hide_is_refused)
     two_ranks.run(cases.an_error_of_slices_alone_is_a_refusal)
+    two_ranks.run(cases.what_reads_the_mask_or_the_number_of_labels_is_refused)
     two_ranks.run(cases.what_mixes_features_of_images_is_refused, timeout=60)
 
 
@@ -33,6 +34,10 @@ def test_what_differs_in_gradients_or_in_the_routers_loss_alone_is_refused(two_r
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_a_run_after_the_check_is_that_without_it(reshard_after_forward, two_ranks):
     two_ranks.run(cases.the_check_leaves_no_trace, reshard_after_forward)
+
+
+def test_the_check_leaves_no_gradients_of_a_model_with_images(two_ranks):
+    two_ranks.run(cases.the_check_of_rows_with_images_leaves_no_gradients, timeout=60)
 
 
 @pytest.mark.gpu
