@@ -70,17 +70,7 @@ def build_loader(
         media_settings = {}
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     if not any_streamed and isinstance(preparer, PrepareText):
-        documents = []
-        for source, encoder in zip(sources, preparer.encoders, strict=True):
-            cache = open_cache(config.cache_root, source, encoder, skip_bad=config.on_bad == "skip")
-            documents.append(
-                Documents(
-                    cache,
-                    limit=config.length_limit,
-                    on_long=config.on_long,
-                    skip_cut_targets=preparer.skip_cut_targets,
-                )
-            )
+        documents = _cached_documents(config, sources, preparer)
         return PlannedLoader(
             config, documents, pad_token_id=pad_token_id, batch_index=batch_index, num_batches=num_batches
         )
@@ -88,6 +78,22 @@ def build_loader(
     stream = _stream(config, sources, Share(batch_index, num_batches))
     settings = _resume_settings(config, sources, stream, encoding_parts) | media_settings
     return StreamedLoader(config, stream, preparer, settings=settings, pad_token_id=pad_token_id, agree=agree)
+
+
+def _cached_documents(config: DataConfig, sources: Sequence[Any], preparer: PrepareText) -> list[Documents]:
+    """The documents of each source, from its cache of tokens."""
+    documents = []
+    for source, encoder in zip(sources, preparer.encoders, strict=True):
+        cache = open_cache(config.cache_root, source, encoder, skip_bad=config.on_bad == "skip")
+        documents.append(
+            Documents(
+                cache,
+                limit=config.length_limit,
+                on_long=config.on_long,
+                skip_cut_targets=preparer.skip_cut_targets,
+            )
+        )
+    return documents
 
 
 def make_preparer(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import inspect
 import json
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +23,7 @@ from patchgen.runtime.objectives.heads import TaskHead, UnknownHeadError, head_o
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.parts import part_files
-from patchgen.runtime.train import architecture, attention_choice, lora_targets, optimizers
+from patchgen.runtime.train import architecture, attention_choice, lora_targets, optimizers, overrides
 from patchgen.runtime.train.recipe import KernelsConfig, ModelConfig, ParallelSection, Recipe, RecipeError
 from patchgen.runtime.train.weight_sources import find_weights, is_model_type, weights_folder
 from patchgen.runtime.verify import head_kinds
@@ -75,17 +73,17 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
         modeling_source = inspect.getsource(sys.modules[find_head(config, recipe_heads).__module__])
     except registry.UnknownModelError as error:
         raise RecipeError(f"model.source = '{model.source}': {error}") from error
-    require_fields(config, model.overrides, "model.overrides", modeling_source)
+    overrides.require_fields(config, model.overrides, "model.overrides", modeling_source)
     try:
         # AutoConfig read it, so this reads it again from the folder or from the cache
         file_fields = {} if is_type else type(config).get_config_dict(model.source)[0]
-        overridden_config = type(config).from_dict(_with_overrides(config, model.overrides, file_fields))
+        overridden_config = type(config).from_dict(overrides.with_overrides(config, model.overrides, file_fields))
     except (StrictDataclassError, ValueError, TypeError) as error:
         raise RecipeError(
             f"model.overrides: {type(config).__name__} refuses them in combination with the config of '{model.source}': "
             f"{one_line(error.__cause__ or error).removesuffix('.')}. To fix: override the fields that depend on them, too."
         ) from error
-    _require_applied(overridden_config, model.overrides, "model.overrides")
+    overrides.require_applied(overridden_config, model.overrides, "model.overrides")
     return overridden_config
 
 
@@ -123,77 +121,6 @@ def _unknown_type(source: str) -> str | None:
     except (ValueError, AttributeError):
         return None
     return model_type if isinstance(model_type, str) and model_type not in CONFIG_MAPPING else None
-
-
-def require_fields(config: PreTrainedConfig, overrides: Mapping[str, Any], key: str, modeling_source: str) -> None:
-    """Refuses overrides of fields that the config does not have and the modeling file does not read: config classes keep any
-    attribute, so they would silently do nothing.
-
-    Args:
-        key: of the recipe, for the message.
-        modeling_source: the modeling file, which may read fields that the config class does not declare (`head_dim`, often).
-
-    Raises:
-        RecipeError: with the field and the nearest ones.
-    """
-    for name, value in overrides.items():
-        if not hasattr(config, name) and not re.search(rf"config\.{name}\b|config, \"{name}\"", modeling_source):
-            near = difflib.get_close_matches(name, list(config.to_dict()), n=3)
-            raise RecipeError(
-                f"{key}.{name}: {type(config).__name__} has no such field."
-                + (f" Did you mean {', '.join(near)}?" if near else "")
-            )
-        inner = getattr(config, name, None)
-        if isinstance(value, Mapping) and inner is not None and hasattr(inner, "to_dict"):
-            require_fields(inner, value, f"{key}.{name}", modeling_source)
-
-
-def _with_overrides(
-    config: PreTrainedConfig, overrides: Mapping[str, Any], file_fields: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The fields of a config with some replaced, by the class's own names (`attribute_map`).
-
-    Args:
-        file_fields: the fields that the config was built from; the class filled in the others.
-    """
-    replacements = {}
-    for name, value in overrides.items():
-        inner, own_name = getattr(config, name, None), config.attribute_map.get(name, name)
-        if isinstance(value, Mapping) and inner is not None and hasattr(inner, "to_dict"):
-            # Old files have the sub-config's fields at the top level.
-            top_level_fields = {
-                field: file_fields[field] for field in inner.to_dict().keys() & file_fields.keys() - {"model_type"}
-            }
-            value = _with_overrides(inner, value, file_fields.get(own_name) or top_level_fields)
-        replacements[own_name] = value
-    return config.to_dict() | _refilled_fields(config, replacements, file_fields) | replacements
-
-
-def _refilled_fields(
-    config: PreTrainedConfig, replacements: Mapping[str, Any], file_fields: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The fields that the class now fills in differently: `layer_types`, say, if `num_hidden_layers` is replaced."""
-    config_class, values = type(config), config.to_dict()
-    before, after = (
-        config_class(**copy.deepcopy(fields)).to_dict()
-        for fields in (dict(file_fields), {**file_fields, **replacements})
-    )
-    return {
-        name: value
-        for name, value in after.items()
-        # Fields that the file gives stay, as do values that a config which contains this one filled in otherwise.
-        if file_fields.get(name) is None and value != before.get(name) and before.get(name) == values.get(name)
-    }
-
-
-def _require_applied(config: PreTrainedConfig, overrides: Mapping[str, Any], key: str) -> None:
-    """Raises RecipeError for an override that the config class changed to another value."""
-    for name, value in overrides.items():
-        inner = getattr(config, name)
-        if isinstance(value, Mapping) and hasattr(inner, "to_dict"):
-            _require_applied(inner, value, f"{key}.{name}")
-        elif not isinstance(value, Mapping | list) and inner != value:
-            raise RecipeError(f"{key}.{name} = {value!r}, but {type(config).__name__} changed it to {inner!r}.")
 
 
 _HEADS_OF_KINDS = {

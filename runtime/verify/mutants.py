@@ -20,15 +20,12 @@ import contextlib
 import importlib
 import inspect
 import json
-import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers.utils.generic import is_flash_attention_requested
 
 from patchgen import model_configs, pipeline, provenance
 from patchgen.errors import PatchgenError
@@ -40,6 +37,7 @@ from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.loss import upstream_labels
 from patchgen.runtime.verify.changed_modules import changed_module, executed_lines
+from patchgen.runtime.verify.changed_upstream import raises_too, set_attention, training_attention
 from patchgen.runtime.verify.comparison import (
     Difference,
     Step,
@@ -263,16 +261,12 @@ def _with_labels_of(generated_class: type, case: Case) -> Case:
     return replace(case, batch={**batch, "shift_labels": batch["labels"]})
 
 
-def _set_attention(model: PreTrainedModel, names: Names) -> None:
-    model.set_attn_implementation(names if isinstance(names, str) else dict(names))
-
-
 @seams.registered(FORMULAS, FORMULA)
 def _difference(
     check: Check, generated: PreTrainedModel, upstream: PreTrainedModel, expected: Step, cases: tuple[Case, ...]
 ) -> str:
     """What differs in one comparison; empty if nothing does. `_NotComparable` if upstream raises the same error."""
-    _set_attention(generated, check.attention)
+    set_attention(generated, check.attention)
     check = replace(check, case=_with_labels_of(type(generated), check.case))
     try:
         with all_eager(), seams.using(**check.kernels):
@@ -307,38 +301,6 @@ def _difference(
             beyond = _beyond(actual, expected, TOLERANCE) if finite else {}
             beyond = beyond_rounding(beyond, actual, expected, upstream, reference)
     return "" if beyond and _agree_in_double(check, generated, upstream, upstream_case) else _worst(beyond)
-
-
-def raises_too(step: Callable[[], object], error: Exception) -> bool:
-    """Whether a step of upstream's model raises the same error: of the same type and message, but for numbers in it."""
-    try:
-        step()
-    except Exception as upstream_error:  # changed code may raise anything
-        reraise_machine_failure(upstream_error)
-        return type(upstream_error) is type(error) and _without_numbers(upstream_error) == _without_numbers(error)
-    return False
-
-
-def _without_numbers(error: Exception) -> str:
-    """The message of an error with N for each number: sizes, versions and addresses depend on the layout."""
-    return re.sub(r"0x[0-9a-f]+|\d+", "N", str(error))
-
-
-@contextlib.contextmanager
-def training_attention(upstream: PreTrainedModel, attention: Names) -> Iterator[None]:
-    """Upstream's model with the attention of a run, taking the lengths of media as flash attention does.
-
-    A change may be in code that only another attention runs, or in one of two branches of upstream's file.
-    """
-    module = vars(sys.modules[type(upstream).__module__])
-    flash_checks = {name: value for name, value in module.items() if value is is_flash_attention_requested}
-    try:
-        _set_attention(upstream, attention)
-        module.update(dict.fromkeys(flash_checks, lambda *_, **__: True))
-        yield
-    finally:
-        upstream.set_attn_implementation("eager")
-        module.update(flash_checks)
 
 
 def _agree_in_double(check: Check, generated: PreTrainedModel, upstream: PreTrainedModel, upstream_case: Case) -> bool:

@@ -19,10 +19,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
-import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +38,7 @@ from patchgen.runtime.parallel import row_lengths, selfcheck, sharding
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.verify import mutants
 from patchgen.runtime.verify.changed_modules import changed_module
+from patchgen.runtime.verify.changed_upstream import raises_too, training_conditions
 from patchgen.runtime.verify.comparison import Step, compare_gradients, difference, name_of_worst
 from patchgen.runtime.verify.conditioning import beyond_rounding
 from patchgen.runtime.verify.kept_state import state_kept
@@ -195,7 +194,8 @@ class _Reference(ReferenceModel):
         perturb(fresh)
         switch_dropout_off(fresh)
         self.model = self.builder.model = fresh
-        *_, self.separates = training_choices(self.upstream_class, self.generated_class, self.config)
+        choices = training_choices(self.upstream_class, self.generated_class, self.config)
+        self.separates: DocumentSeparation = choices[2]
 
     def generated(self, separates: DocumentSeparation = False) -> PreTrainedModel:
         return super().generated(separates or self.separates)
@@ -297,7 +297,7 @@ def _compare_layout(reference: _Reference, layout: Layout, case: str, *, takes_p
     if verdict.kind == mutants.WRONG:
         # Upstream may refuse the attention of a run (an audio tower without SDPA): then its own attention counts.
         unmasked = [_without_full_mask(inputs) for inputs in full_batches]
-        with contextlib.suppress(ValueError), _training_conditions(reference):
+        with contextlib.suppress(ValueError), training_conditions(reference):
             verdict = _judge(reference, unmasked, case, place, actual)
     if verdict.kind == mutants.WRONG and case == PACKED and _joins_documents(reference, full_batches):
         return mutants.Verdict(mutants.NOT_RUN, "one process, too, computes the documents of a row together")
@@ -318,11 +318,11 @@ def _fails_upstream(reference: _Reference, full_batches: list, case: str, layout
     """
 
     def step() -> None:
-        with _training_conditions(reference):
+        with training_conditions(reference):
             _reference_step(reference, full_batches, case)
 
-    return mutants.raises_too(step, error) or (
-        layout.fsdp and mutants.raises_too(lambda: _sharded_step(reference, full_batches[0]), error)
+    return raises_too(step, error) or (
+        layout.fsdp and raises_too(lambda: _sharded_step(reference, full_batches[0]), error)
     )
 
 
@@ -348,33 +348,6 @@ def _mesh_of_this_rank() -> DeviceMesh:  # process groups are never freed
 def _reference_step(reference: _Reference, full_batches: list, case: str) -> Step:
     packed_rows = [0] * len(full_batches) if case == PACKED else None
     return _step(reference, *reference.loss_and_gradients(full_batches, packed_rows=packed_rows))
-
-
-@contextlib.contextmanager
-def _training_conditions(reference: _Reference) -> Iterator[None]:
-    """Upstream's model with the attention of a run, and with a mask for its router loss."""
-    module = vars(sys.modules[type(reference.model).__module__])
-    before = {name: module[name] for name in reference.router_functions if inspect.isfunction(module.get(name))}
-    module.update({name: _with_mask(function) for name, function in before.items()})
-    try:
-        with mutants.training_attention(reference.model, reference.attention):
-            yield
-    finally:
-        module.update(before)
-
-
-def _with_mask(function: Callable) -> Callable:
-    """A router loss that gets a mask of ones where it gets none, as on a rank that has padding."""
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def masked(*args: object, **kwargs: object) -> object:
-        bound = signature.bind(*args, **kwargs)
-        if "attention_mask" in signature.parameters and bound.arguments.get("attention_mask") is None:
-            bound.arguments["attention_mask"] = torch.ones(1, len(bound.arguments["gate_logits"][0]), dtype=torch.long)
-        return function(*bound.args, **bound.kwargs)
-
-    return masked
 
 
 def _judge(reference: _Reference, full_batches: list, case: str, place: str, actual: Step) -> mutants.Verdict:

@@ -14,6 +14,7 @@ from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, WRONG, comparisons
 from patchgen.mutation.table import summarise
 from patchgen.runtime.verify import mutants
 from patchgen.runtime.verify.changed_modules import changed_module
+from patchgen.runtime.verify.changed_upstream import raises_too
 from patchgen.runtime.verify.comparison import Step
 from patchgen.runtime.verify.inputs import Case
 from patchgen.runtime.verify.kept_state import state_kept
@@ -157,7 +158,7 @@ def test_a_device_that_fails_says_nothing_about_a_mutant(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         mutants._agree_in_double(mutants.Check("seams", case, "plain"), model, model, case)
     with pytest.raises(torch.OutOfMemoryError):
-        mutants.raises_too(no_memory, ValueError("another"))
+        raises_too(no_memory, ValueError("another"))
 
 
 def test_memory_that_nobody_wrote_is_told_from_a_fault_of_ours():
