@@ -443,9 +443,9 @@ def main() -> None:
         print(f"patchgen: {error}", file=sys.stderr)
         end_process(1)
     except SystemExit as stop:
-        if not isinstance(stop.code, int):
+        if isinstance(stop.code, str):
             raise
-        end_process(stop.code)
+        end_process(stop.code or 0)
 
 
 if __name__ == "__main__":

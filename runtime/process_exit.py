@@ -9,6 +9,7 @@ where anything still refers to a group, as DTensor's caches do. (torch 2.13; pyt
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -16,17 +17,19 @@ from typing import NoReturn
 
 
 def end_process(status: int) -> NoReturn:
-    """Ends this process with an exit status: waits for its threads, runs its exit handlers and writes its output, but does not
-    finalise the interpreter. `multiprocessing` ends the processes that it forks in the same way.
+    """Ends this process with an exit status, from its main thread: waits for its other threads, runs its exit handlers and writes
+    its output, but does not finalise the interpreter: files that are still open are not flushed. `multiprocessing` ends the
+    processes that it forks in the same way.
 
-    If that fails, the error is printed, and a status of 0 becomes 1.
+    An error in one of these steps is printed, and a status of 0 becomes 1; the next steps follow.
     """
-    try:
-        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # waits for all threads but daemons
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-    except BaseException as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        status = status or 1
-    sys.stderr.flush()
+    streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and not stream.closed]
+    wait_for_threads = threading._shutdown  # pyright: ignore[reportAttributeAccessIssue]  # for all but daemons
+    for step in (wait_for_threads, atexit._run_exitfuncs, *(stream.flush for stream in streams)):
+        try:
+            step()
+        except BaseException as error:
+            status = status or 1
+            with contextlib.suppress(OSError):  # no place is left to print it
+                print(f"{type(error).__name__}: {error}", file=sys.stderr)
     os._exit(status)

@@ -215,13 +215,13 @@ def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]],
         ]
         try:
             failure = _wait(running, timeout)
-            failed_first = sorted(range(len(running)), key=lambda rank: not running[rank].returncode)
+            failed_before_others = sorted(range(len(running)), key=lambda rank: not running[rank].returncode)
         finally:
             for process in running:
                 process.kill()
                 process.wait()
         if failure:
-            errors = (f"rank {rank}: {_last_error(_text(files[rank][1]))}" for rank in failed_first)
+            errors = (f"rank {rank}: {_last_error(_text(files[rank][1]))}" for rank in failed_before_others)
             raise RuntimeError(f"A step on {len(running)} ranks failed: {failure} ({' / '.join(errors)})")
         return _text(files[0][0])
 

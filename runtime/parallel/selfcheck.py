@@ -33,7 +33,7 @@ from patchgen.runtime.parallel import slice_media, unused
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.fixed_draws import fixed_draws
-from patchgen.runtime.parallel.reshard import reshard
+from patchgen.runtime.parallel.reshard import reshard, reshard_after_error
 from patchgen.runtime.parallel.restored import restored
 from patchgen.runtime.parallel.slice_layers import LayerComparison, random_slice, recorded_routers, router_logits
 from patchgen.runtime.parallel.state import ParallelState
@@ -60,8 +60,8 @@ def require_sliceable(
         vocab_size: upper bound of the random token ids.
         packed: also compare a packed batch whose documents end where slices end: there position ids do not restart within
             a slice, so logits are right only if every attention gets the document lengths.
-        padded: also compare two rows, one of which ends with padding that an attention mask marks, if the model takes such
-            rows. `patchgen train` packs rows, and passes no mask with zeros.
+        padded: also compare two rows that end with padding, which an attention mask marks. `patchgen train` packs rows, and
+            passes no mask with zeros.
 
     Rows with a small image, video and sound are compared as well if the model takes them (`slice_media.py`), with a warning
     if no such row is known. A model in training mode is compared in that mode as well: without dropout, and with constants in
@@ -95,8 +95,8 @@ def _compare_rows(model: nn.Module, state: ParallelState, vocab_size: int, *, pa
     compare = partial(_require_equal_logits, model, state)
     differences = [compare(row, suspicion) for row, suspicion in _text_rows(ids, tokens_per_rank, packed=packed)]
     if padded:
-        row, suspicion = _padded_rows(ids, tokens_per_rank), "(rows with padding) Some layer reads the attention mask"
-        differences.append(compare(row, suspicion, with_gradients=False, is_optional=True))
+        suspicion = "(rows with padding) Some layer reads the attention mask"
+        differences.append(compare(_padded_rows(ids, tokens_per_rank), suspicion, with_gradients=False))
     for kind, row in slice_media.media_rows(model, state, vocab_size=vocab_size, tokens_per_rank=PRIMES[0]):
         suspicion = (
             f"(a row with {kind}) Some layer, or what the features pass through, mixes tokens without attention"
@@ -135,6 +135,7 @@ def require_router_order(model: nn.Module, state: ParallelState, *, vocab_size: 
             beside, alone = _recorded_logits(model, routers, ids), _recorded_logits(model, routers, ids[:1])
     except minimal_media.REFUSALS as error:
         reraise_machine_failure(error)
+        reshard_after_error(model)
         warnings.warn(
             "Whether the routers take the tokens of several rows row by row is not compared: "
             f"{type(model).__name__.removeprefix('FSDP')} takes no rows of text alone: {_described(error)}",
@@ -202,8 +203,9 @@ def _text_rows(ids: Tensor, tokens_per_rank: int, *, packed: bool) -> Iterator[t
 
 
 def _padded_rows(ids: Tensor, tokens_per_rank: int) -> dict[str, Tensor]:
-    """Rows of which the last ends with padding: of the whole last slice and a few tokens before it."""
+    """Rows that end with padding: half a slice, and a slice and a few tokens; in half precision most tokens must differ."""
     mask = torch.ones_like(ids)
+    mask[0, -(tokens_per_rank // 2) :] = 0
     mask[-1, -tokens_per_rank - 3 :] = 0
     return {"input_ids": ids, "attention_mask": mask}
 
@@ -221,15 +223,12 @@ def _require_equal_logits(
     suspicion: str,
     *,
     with_gradients: bool = True,
-    is_optional: bool = False,
 ) -> float | None:
-    """The largest relative difference; None if the model draws random numbers, so that nothing can be compared, or if it does not
-    take the batch and this `is_optional`."""
+    """The largest relative difference; None if the model draws random numbers, so that nothing can be compared."""
     # All ranks of a group compute the full sequence; experts stay sharded.
     unsliced_state = replace(state, config=replace(state.config, dp_shard=state.config.num_shards, sp=1))
     real_tokens = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-    real_tokens = real_tokens.chunk(state.sp, dim=1)[state.sp_rank].to(state.data_mesh.device_type)
-    layers = LayerComparison(model, state, batch["input_ids"], real_tokens)
+    layers = LayerComparison(model, state, batch["input_ids"], real_tokens.to(state.data_mesh.device_type))
     run = partial(_logits, model, batch, with_gradients=with_gradients)
     name = type(model).__name__.removeprefix("FSDP")
     # Both start from the same state: what the first forward keeps, or counts, is that of a slice then. The second shows it if
@@ -242,11 +241,11 @@ def _require_equal_logits(
             is_random = not torch.equal(states_before, _generator_states())
     except minimal_media.REFUSALS as error:
         reraise_machine_failure(error)
-        if is_optional:
-            return None
+        without = ", or pass padded=False if no row of yours has padding" if "attention_mask" in batch else ""
         raise ValueError(
             f"Whether {name} computes the same on slices of a sequence (sp={state.sp}) cannot be compared: it does not take a row "
-            f"of {batch['input_ids'].shape[1]} tokens with {', '.join(batch)}: {_described(error)} To fix: train it with sp=1."
+            f"of {batch['input_ids'].shape[1]} tokens with {', '.join(batch)}: {_described(error)} To fix: train it with "
+            f"sp=1{without}."
         ) from error
     if model.training:
         any_random = torch.tensor(float(is_random), device=state.data_mesh.device_type)
@@ -257,15 +256,13 @@ def _require_equal_logits(
             sliced = [run(state) for _ in range(times)][-1]
     except minimal_media.REFUSALS as error:
         reraise_machine_failure(error)
-        if is_optional:
-            return None
         if isinstance(error, ValueError | NotImplementedError):  # a refusal with its own advice
             raise
         raise ValueError(
             f"{name} does not take a slice of a sequence (sp={state.sp}, {', '.join(batch)}): {_described(error)} {suspicion}. "
             "To fix: train it with sp=1, or generate it with the pass for what mixes its tokens."
         ) from error
-    return _require_close(full, sliced, real_tokens, layers, state, name, suspicion)
+    return _require_close(full, sliced, layers, state, name, suspicion)
 
 
 @contextlib.contextmanager
@@ -274,6 +271,7 @@ def _trial(model: nn.Module) -> Iterator[None]:
     reshard(model)
     with restored(model):
         yield
+    reshard(model)
 
 
 def _described(error: Exception) -> str:
@@ -289,32 +287,28 @@ def _logits(model: nn.Module, batch: dict[str, Tensor], state: ParallelState, *,
     device = state.data_mesh.device_type
     inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in part.items()}
     with parallel.using(state), torch.set_grad_enabled(with_gradients):
-        logits = model(**inputs, **_num_items(model), use_cache=False).logits
+        logits = model(**inputs, **_num_items(model, device), use_cache=False).logits
         if logits.requires_grad:
             logits.backward(random_slice(logits, **place, seed=0))
             unused.drop_unused_gradients(model)  # as a step ends: which parameters it used is forgotten
     return logits.detach()
 
 
-def _num_items(model: nn.Module) -> dict[str, Tensor]:
+def _num_items(model: nn.Module, device: str) -> dict[str, Tensor]:
     """The number of labels of a step, which a run passes to a model that takes it."""
     parameters = inspect.signature(type(model).forward).parameters.values()
     takes_it = any(one.name == "num_items_in_batch" or one.kind is one.VAR_KEYWORD for one in parameters)
-    return {"num_items_in_batch": torch.tensor(1)} if takes_it else {}
+    return {"num_items_in_batch": torch.tensor(1, device=device)} if takes_it else {}
 
 
 def _require_close(
-    full: Tensor,
-    sliced: Tensor,
-    real_tokens: Tensor,
-    layers: LayerComparison,
-    state: ParallelState,
-    name: str,
-    suspicion: str,
+    full: Tensor, sliced: Tensor, layers: LayerComparison, state: ParallelState, name: str, suspicion: str
 ) -> float:
     """The largest relative difference of logits; raises ValueError if that, or one inside the layers, is not rounding."""
-    expected = full.chunk(state.sp, dim=1)[state.sp_rank]
-    difference = (sliced - expected)[real_tokens].float().abs().max() / full.float().abs().max().clamp(min=1e-12)
+    expected, real_tokens = (part.chunk(state.sp, dim=1)[state.sp_rank] for part in (full, layers.real_tokens))
+    deviation = (sliced - expected)[real_tokens].float().abs()
+    largest = full[layers.real_tokens].float().abs().max().clamp(min=1e-12)
+    difference = deviation.max() / largest if len(deviation) else largest.new_zeros(())
     difference = difference.nan_to_num(nan=float("inf"))  # a MAX reduction may lose a NaN of one rank
     differences = torch.stack([difference, difference.new_tensor(layers.worst_ratio)])
     differences = all_reduce(differences, op=dist.ReduceOp.MAX, operation="compare slices with the full sequence")

@@ -59,7 +59,7 @@ class LayerComparison:
 
     Args:
         input_ids: of the full sequence, `(B, S)`.
-        real_tokens: the tokens of this rank's slice that are compared, `(B, s)` bool: not padding.
+        real_tokens: those that are compared, `(B, S)` bool: not padding.
 
     Attributes:
         worst_ratio: the largest difference on this rank, in units of what is allowed; above 1 it is not rounding.
@@ -69,7 +69,7 @@ class LayerComparison:
 
     def __init__(self, model: nn.Module, state: ParallelState, input_ids: Tensor, real_tokens: Tensor) -> None:
         self.worst_ratio, self.first_module, self.first_kind = 0.0, "", STATES
-        self._state, self._ids, self._real_tokens = state, input_ids, real_tokens
+        self._state, self._ids, self.real_tokens = state, input_ids, real_tokens
         self._layers, self._parts = _layers_and_parts(model)
         self._routers = recorded_routers(model)
         embedding = getattr(model, "get_input_embeddings", lambda: None)()
@@ -173,7 +173,8 @@ class LayerComparison:
         is_rounded = hidden.is_cuda and torch.get_float32_matmul_precision() != "highest"  # products in TF32 or bf16
         self._dtypes |= {hidden.dtype, torch.bfloat16} if is_rounded else {hidden.dtype}
         local = hidden.chunk(self._state.sp, dim=1)[self._state.sp_rank].clone()
-        return _RecordedTensor(local, hidden.abs().max().float(), change.abs().max().float())
+        size, largest_change = (tensor[self.real_tokens].abs().max().float() for tensor in (hidden, change))
+        return _RecordedTensor(local, size, largest_change)
 
     def _compare(self, path: str, hidden: Tensor | None, expected: _RecordedTensor | None, kind: str = STATES) -> bool:
         """Whether the two could be compared."""
@@ -183,7 +184,10 @@ class LayerComparison:
         # A part in fp32 computes on what others have rounded.
         dtype = max(self._dtypes, key=lambda one: torch.finfo(one).eps)
         tolerance = CHANGE_TOLERANCE.get(dtype, HALF_PRECISION_CHANGE_TOLERANCE)
-        by_token = (hidden - expected.local).float().abs().amax(dim=-1)[self._real_tokens]
+        is_real = self.real_tokens.chunk(self._state.sp, dim=1)[self._state.sp_rank]
+        by_token = (hidden - expected.local).float().abs().amax(dim=-1)[is_real]
+        if not len(by_token):
+            return True
         # In half precision a token near a tie of its router may get another expert; most tokens do not.
         deviation = by_token.max() if dtype in CHANGE_TOLERANCE else by_token.median()
         allowed = tolerance * expected.change + ROUNDING * torch.finfo(dtype).eps * expected.size

@@ -5,7 +5,7 @@
 
 Layouts, each with rows of one document and with a packed row:
 
-    sp 2            the tokens of a row divided, after the check of slices that a run makes at its start; also rows with
+    sp 2            the tokens of a row divided, after the check of slices that starts a run, with padded rows; also rows with
                     padding, and rows whose image, video or sound lies across the slices
     ep 2, fsdp      experts divided, everything else sharded; models with experts
     fsdp            parameters sharded, rows divided
@@ -65,6 +65,7 @@ TOLERANCE = mutants.TOLERANCE
 SECONDS, MORE_SECONDS = 120.0, 300.0
 """Within which ranks must have a verdict; the latter if they have waited for each other."""
 PLAIN, PADDED, BOUNDARY = "plain", "text", "boundary"
+"""Names of `ReferenceModel.batches`; the samples of "text" have several lengths, so that all but one are padded."""
 RUNTIME = Path(parallel.__file__).parents[1].as_posix()
 
 
@@ -275,7 +276,8 @@ def _compare_layout(reference: _Reference, layout: Layout, case: str, *, takes_p
             row_lengths.install(model)
         with parallel.using(state), all_eager(), seams.using(**reference.seams):
             vocab_size = model.config.get_text_config().vocab_size
-            selfcheck.require_sliceable(model, state, vocab_size=vocab_size, packed=takes_packed)
+            padded = PADDED in reference.batches()
+            selfcheck.require_sliceable(model, state, vocab_size=vocab_size, packed=takes_packed, padded=padded)
             selfcheck.require_router_order(model, state, vocab_size=vocab_size)
         kernels = reference.seams
         loss, gradients = step_on_ranks(

@@ -36,8 +36,10 @@ def test_a_run_after_the_check_is_that_without_it(reshard_after_forward, two_ran
     two_ranks.run(cases.the_check_leaves_no_trace, reshard_after_forward)
 
 
-def test_the_check_leaves_no_gradients_of_a_model_with_images(two_ranks):
+def test_the_checks_leave_shards_without_gradients(two_ranks):
     two_ranks.run(cases.the_check_of_rows_with_images_leaves_no_gradients, timeout=60)
+    for has_reset in (True, False):
+        two_ranks.run(cases.routers_of_a_model_that_raises_leave_shards, has_reset)
 
 
 @pytest.mark.gpu

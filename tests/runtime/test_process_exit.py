@@ -63,6 +63,24 @@ end_process(3)
     assert (done.returncode, done.stdout.split()) == (3, ["body", "thread", "handler"])
 
 
+def test_an_interrupt_while_threads_are_awaited_loses_no_output():
+    script = """
+import atexit, os, signal, threading, time
+atexit.register(lambda: print("handler"))
+threading.Thread(target=lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGINT), time.sleep(0.5))).start()
+print("body")
+end_process(0)
+"""
+    done = run(script, stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout.split()) == (1, ["body", "handler"]), done.stderr
+    assert "KeyboardInterrupt" in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["", "sys.stdout = None\n", "sys.stderr = None\n", "sys.stdout.close()\n"])
+def test_streams_that_are_closed_are_no_failure(closed):
+    assert run(f"import sys\n{closed}end_process(0)").returncode == 0
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
 def test_output_that_cannot_be_written_is_a_failure():
     with open("/dev/full", "w") as full:

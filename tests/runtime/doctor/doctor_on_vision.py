@@ -47,7 +47,7 @@ def main() -> None:
     place = Path(tempfile.mkdtemp())
     in_ranks_too(place / "at_start")
     toy = toys.vision_toy(place)
-    tell("", examine(from_dict(toy.values | {"parallel": {"ep": 2}})))
+    tell("", examine(from_dict(toy.values | {"parallel": {"sp": 2, "ep": 2}})))
     tell("layer by layer", examine(from_dict(toy.values), skip=("proof", "step", "layout"), memory=LIMIT))
     for fault in planted.PROMISED:
         recipe = planted.planted(toy, fault, place / fault.replace(" ", "_"))
