@@ -124,7 +124,7 @@ def kinds_of(
     A layer that the small form did not run is assumed to need every feature that any other needs.
     """
     small_kinds = tuple(find_attention_kinds(head, config) if small_kinds is None else small_kinds)
-    groups = _layer_groups(head, config.to_json_string(use_diff=False))
+    groups = _layer_groups(head, json.dumps(config.to_dict()))
     known = {kind.layers for kind in small_kinds}
     any_features = tuple(name for name in attention.FEATURES if any(name in kind.features for kind in small_kinds))
     kinds = [
@@ -160,7 +160,7 @@ def _layer_groups(head: type[PreTrainedModel], config_text: str) -> dict[str, _L
     """`Kind.layers` -> the modules with it, of the model built on the meta device.
 
     Args:
-        config_text: the config as JSON with all its fields, which the cache can hash.
+        config_text: the config as JSON with all its fields, which the cache can hash; infinite numbers as Python writes them.
     """
     assert head.config_class is not None, "a generated head names its configuration"
     config = head.config_class.from_dict(json.loads(config_text))

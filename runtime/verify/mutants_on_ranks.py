@@ -195,8 +195,6 @@ class _Reference(ReferenceModel):
         perturb(fresh)
         switch_dropout_off(fresh)
         self.model = self.builder.model = fresh
-        choices = training_choices(self.upstream_class, self.generated_class, self.config)
-        self.separates: DocumentSeparation = choices[2]
 
     def generated(self, separates: DocumentSeparation = False) -> PreTrainedModel:
         return super().generated(separates or self.separates)

@@ -111,7 +111,12 @@ class ReferenceModel:
         generated: the generated model.
         head: the class that is compared.
         upstream_module: the import path of upstream's file; default: the one that the file was generated from.
+
+    Attributes:
+        separates: whether a run with this config computes packed documents in rows of their own.
     """
+
+    separates: DocumentSeparation
 
     def __init__(self, generated: registry.GeneratedModel, head: str, upstream_module: str | None = None) -> None:
         module = importlib.import_module(upstream_module) if upstream_module else generated.upstream()
@@ -119,7 +124,8 @@ class ReferenceModel:
         self.generated_class = getattr(generated.load(), head)
         self.config = training_config(self.upstream_class)
         self.router_functions = router_functions(generated.directory)
-        self.attention, self.seams, _ = training_choices(self.upstream_class, self.generated_class, self.config)
+        choices = training_choices(self.upstream_class, self.generated_class, self.config)
+        self.attention, self.seams, self.separates = choices
         self.model = build_model(self.upstream_class, self.config)
         perturb(self.model)
         switch_dropout_off(self.model)

@@ -210,7 +210,7 @@ def _find_attention_kinds(generated_class: type[PreTrainedModel], config_text: s
 def find_attention_kinds(generated_class: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[Kind, ...]:
     """What each kind of layer requires of its attention on packed rows, found by running a small form of the model."""
     attention.register()
-    return _find_attention_kinds(generated_class, config.to_json_string(use_diff=False))
+    return _find_attention_kinds(generated_class, json.dumps(config.to_dict()))
 
 
 def merge_paths(paths: Mapping[str, TrainingPath]) -> TrainingPath:
