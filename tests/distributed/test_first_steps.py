@@ -1,0 +1,111 @@
+"""The first step of `patchgen train` on two ranks against one: loss and gradient norm, of a small form of each committed model.
+
+By the trainer, with what a run does before its first step: the decisions on attention and documents, the checks of slices and of
+routers, weights from a checkpoint, packing. Comparisons of the model alone take none of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from trainer_models import WORDS, tokenizer
+from transformers import PreTrainedConfig
+
+from patchgen.runtime import launch, registry
+from patchgen.runtime.doctor.rank_step import measure_step
+from patchgen.runtime.doctor.step_checks import single_step, step_on_ranks
+from patchgen.runtime.train import model as models
+from patchgen.runtime.train import preflight
+from patchgen.runtime.train.recipe import Recipe, RecipeError, from_dict
+from patchgen.runtime.verify.committed_models import committed
+from patchgen.runtime.verify.model_pair import build_model, perturb
+from patchgen.runtime.verify.reference_model import training_config
+
+RANKS = 2
+LAYOUTS = ({"sp": 2}, {"ep": 2}, {})
+FAST = (
+    ("nemotron_h", {"sp": 2}),
+    ("qwen3_vl", {"sp": 2}),
+)  # of infinite numbers, and of rows with images in the check
+NO_SLICES = {"deepseek_v4": "parallel.sp: 1", "glm_moe_dsa": "sp=1"}
+"""Models that a run refuses on slices, and what it advises."""
+CASES = [
+    pytest.param(
+        name, layout, id=f"{name}-{layout or 'fsdp'}", marks=[] if (name, layout) in FAST else pytest.mark.slow
+    )
+    for name in committed()
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_the_first_step_on_ranks_is_that_on_one(name, layout, tmp_path):
+    recipe, has_experts = small_run(name, tmp_path)
+    if "ep" in layout and not has_experts:
+        pytest.skip("no experts")
+    recipe = replace(recipe, parallel=replace(recipe.parallel, **layout))
+    is_refused = "sp" in layout and name in NO_SLICES
+    refusal = (
+        pytest.raises((RecipeError, RuntimeError), match=NO_SLICES[name]) if is_refused else contextlib.nullcontext()
+    )
+    with refusal:
+        recipe = single_step(preflight.decide_trainable(recipe), RANKS)
+        on_ranks = step_on_ranks(recipe, RANKS)
+        groups = models.parallel_config(recipe.parallel, RANKS).num_batches
+        alone = replace(recipe, parallel=replace(recipe.parallel, sp=1, ep=1))
+        with launch.process_group() as device:
+            expected = measure_step(alone, device, tmp_path, groups=groups)
+        assert on_ranks.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert on_ranks.norm == pytest.approx(expected.norm, rel=1e-4)
+
+
+def small_run(name: str, place: Path) -> tuple[Recipe, bool]:
+    """A recipe for random weights of a small form on made-up text, and whether the model has experts."""
+    generated = registry.find_model(name)
+    head = next((head for head in generated.heads if head.endswith("ForCausalLM")), generated.heads[0])
+    upstream_class = getattr(generated.upstream(), head)
+    config, words = training_config(upstream_class), tokenizer()
+    _set_tokens(config, words)
+    model = build_model(upstream_class, config)
+    perturb(model)
+    model.save_pretrained(place / "checkpoint")
+    words.save_pretrained(place / "checkpoint")
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(WORDS, k=draw.randint(3, 90))) for _ in range(40)]
+    (place / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    recipe = from_dict(
+        {
+            "model": {"source": str(place / "checkpoint"), "dtype": "float32"},
+            "data": {
+                "sources": [{"path": str(place / "rows.jsonl")}],
+                "tokens_per_batch": 160,
+                "cache_dir": str(place / "cache"),
+            },
+            "train": {"steps": 2},
+        }
+    )
+    return recipe, any("experts" in parameter for parameter, _ in model.named_parameters())
+
+
+def _set_tokens(config: PreTrainedConfig, words) -> None:
+    """Special tokens of the tokenizer; placeholders of images, videos and sounds above its own, so that no text has them."""
+    text, placeholder = config.get_text_config(decoder=True), len(words)
+    inner = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+    parts = {id(part): part for part in (config, text, *inner)}.values()
+    special = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id, "bos_token_id": None}
+    for part in parts:
+        for field, value in list(vars(part).items()):
+            if field in special:
+                setattr(part, field, special[field])
+            elif isinstance(value, int) and field.endswith(("_token_id", "_token_index")):
+                setattr(part, field, placeholder)
+                placeholder += 1
+    for part in parts:
+        for field in ("vocab_size", "vocab_size_per_layer_input"):
+            if hasattr(part, field):
+                setattr(part, field, placeholder + 64)  # a proof draws from ids that no token has
