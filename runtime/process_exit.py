@@ -30,6 +30,6 @@ def end_process(status: int) -> NoReturn:
             step()
         except BaseException as error:
             status = status or 1
-            with contextlib.suppress(OSError):  # no place is left to print it
+            with contextlib.suppress(Exception):  # no place is left to print it
                 print(f"{type(error).__name__}: {error}", file=sys.stderr)
     os._exit(status)
