@@ -13,8 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from trainer_models import WORDS, tokenizer
-from transformers import PreTrainedConfig
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
+from trainer_models import WORDS
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from patchgen.runtime import launch, registry
 from patchgen.runtime.doctor.rank_step import measure_step
@@ -69,14 +71,14 @@ def small_run(name: str, place: Path) -> tuple[Recipe, bool]:
     generated = registry.find_model(name)
     head = next((head for head in generated.heads if head.endswith("ForCausalLM")), generated.heads[0])
     upstream_class = getattr(generated.upstream(), head)
-    config, words = training_config(upstream_class), tokenizer()
-    _set_tokens(config, words)
+    config, tokenizer = training_config(upstream_class), byte_tokenizer()
+    _set_tokens(config, tokenizer)
     model = build_model(upstream_class, config)
     perturb(model)
     model.save_pretrained(place / "checkpoint")
-    words.save_pretrained(place / "checkpoint")
+    tokenizer.save_pretrained(place / "checkpoint")
     draw = random.Random(0)
-    texts = [" ".join(draw.choices(WORDS, k=draw.randint(3, 90))) for _ in range(40)]
+    texts = [" ".join(draw.choices(WORDS, k=draw.randint(1, 20))) for _ in range(40)]
     (place / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     recipe = from_dict(
         {
@@ -92,12 +94,20 @@ def small_run(name: str, place: Path) -> tuple[Recipe, bool]:
     return recipe, any("experts" in parameter for parameter, _ in model.named_parameters())
 
 
-def _set_tokens(config: PreTrainedConfig, words) -> None:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token per byte, which every type's own class of tokenizers reads."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def _set_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> None:
     """Special tokens of the tokenizer; placeholders of images, videos and sounds above its own, so that no text has them."""
-    text, placeholder = config.get_text_config(decoder=True), len(words)
+    text, placeholder = config.get_text_config(decoder=True), len(tokenizer)
     inner = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
     parts = {id(part): part for part in (config, text, *inner)}.values()
-    special = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id, "bos_token_id": None}
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     for part in parts:
         for field, value in list(vars(part).items()):
             if field in special:
