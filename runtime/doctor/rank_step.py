@@ -131,7 +131,3 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(json.dumps(asdict(figures)), flush=True)
     end_process(0)
-
-
-if __name__ == "__main__":
-    main()
