@@ -66,6 +66,7 @@ end_process(3)
 def test_an_interrupt_while_threads_are_awaited_loses_no_output():
     script = """
 import atexit, os, signal, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
 atexit.register(lambda: print("handler"))
 threading.Thread(target=lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGINT), time.sleep(0.5))).start()
 print("body")
