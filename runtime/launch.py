@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 -m patchgen.cli train RECIPE                # another agent, detected by its variables
 
 One rank without restarts runs in this process. Otherwise the agent starts the ranks, and restarts them from the last
-checkpoint up to `train.restarts` times.
+checkpoint up to `train.restarts` times. Ranks end with their agent (`parent_process.py`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.parallel import gloo_groups
 from patchgen.runtime.parallel.collectives import broadcast_object
+from patchgen.runtime.parent_process import PARENT, end_with_parent, parent_of_ranks
 from patchgen.runtime.process_exit import end_process
 from patchgen.runtime.train import architecture
 from patchgen.runtime.train.recipe import Recipe, RecipeError, from_dict, to_dict
@@ -40,6 +41,8 @@ SHUTDOWN_SECONDS = "900"
 STOPPED = 130  # the exit status of a run that was asked to stop, after saving
 # Reported without a traceback.
 USER_ERRORS = ("RecipeError", "DataError", "CheckpointError", "TrainingStopped", "NonFiniteGradient")
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun, and by nobody else
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -71,11 +74,13 @@ def launch(
     from patchgen.runtime.train import checks, preflight, resume_changes, run_lock
     from patchgen.runtime.train.run_plan import require_valid
 
-    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+    if is_rank(processes, nodes, rdzv_endpoint):
         if fresh:
             raise RecipeError(
                 "--fresh works only if this command starts the ranks, not under torchrun. To fix: name another log.directory."
             )
+        if TORCHRUN in os.environ:  # the parent is its agent
+            end_with_parent()
         return STOPPED if worker(to_dict(recipe), is_checked=False) == "stop" else 0
     min_nodes, max_nodes = parse_nodes(nodes)
     if max_nodes > 1 and not rdzv_endpoint:
@@ -90,6 +95,8 @@ def launch(
         raise RecipeError(
             f"--nproc must be at most {torch.cuda.device_count()}, one rank per GPU of this machine, not {processes}."
         )
+    for name in RANK_VARIABLES:  # of something else; here they would be taken for this run's
+        os.environ.pop(name, None)
     require_valid(recipe, world_size=processes * min_nodes)
     if max_nodes == 1:  # with several machines, another one may have started this run already
         run_lock.require_free(recipe.directory)
@@ -102,6 +109,37 @@ def launch(
     if processes == 1 and max_nodes == 1 and recipe.train.restarts == 0:
         return STOPPED if worker(to_dict(recipe)) == "stop" else 0
     return _run_agent(recipe, processes, min_nodes, max_nodes, rdzv_endpoint)
+
+
+def is_rank(processes: int = 1, nodes: str = "1", rdzv_endpoint: str = "") -> bool:
+    """Whether this process was started as one rank of several: by torchrun, or by a scheduler that sets torch's variables for each.
+
+    Where it was not, `RANK` and `WORLD_SIZE` are of something else: of a pod, or left by an earlier command.
+
+    Args:
+        processes, nodes, rdzv_endpoint: of `launch`; with any of them, this command starts the ranks.
+
+    Raises:
+        RecipeError: they contradict torchrun, or the variables of a rank are incomplete.
+    """
+    options = {"--nproc": (processes, 1), "--nnodes": (nodes, "1"), "--rdzv-endpoint": (rdzv_endpoint, "")}
+    given = [f"{name} {value}" for name, (value, default) in options.items() if value != default]
+    if TORCHRUN in os.environ:
+        if given:
+            raise RecipeError(
+                f"{' and '.join(given)} would start ranks, but torchrun has started this process as rank {os.environ.get('RANK')} "
+                f"of {os.environ.get('WORLD_SIZE')}. To fix: give these numbers to torchrun, or run patchgen without it."
+            )
+        return True
+    if given or "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
+        return False
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise RecipeError(
+            f"RANK = {os.environ['RANK']} and WORLD_SIZE = {os.environ['WORLD_SIZE']} say that this process is one of several "
+            f"ranks, but {' and '.join(missing)}, where they meet, is not set. To fix: unset both and let --nproc start the ranks, "
+            "or start them with torchrun."
+        )
+    return True
 
 
 def parse_nodes(nodes: str) -> tuple[int, int]:
@@ -125,6 +163,7 @@ def _run_agent(recipe: Recipe, processes: int, min_nodes: int, max_nodes: int, e
     # As torchrun does: a thread per core in each rank would oversubscribe the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
+    os.environ[PARENT] = str(os.getpid())
     # A new store per start: in a shared one restarted ranks would find the addresses of dead ones.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # reported below
@@ -260,6 +299,7 @@ def process_group():
 
 def main() -> None:
     """One rank, started by the agent with the recipe as JSON."""
+    end_with_parent(parent_of_ranks())
     try:
         worker(json.loads(sys.argv[1]))
     except Exception:

@@ -47,7 +47,10 @@ class Examined:
 
 
 def set_worker_environment() -> None:
-    """Sets the environment variables of a worker process."""
+    """Sets the environment variables of a worker process, and has it end with the process that started it."""
+    from patchgen.runtime.parent_process import end_with_parent
+
+    end_with_parent()
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["OMP_NUM_THREADS"] = "1"
 

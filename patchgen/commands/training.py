@@ -59,7 +59,8 @@ def train(
 
         try:
             if dry_run:
-                world = int(os.environ.get("WORLD_SIZE", processes * launch.parse_nodes(nodes)[0]))
+                is_rank = launch.is_rank(processes, nodes, rdzv_endpoint)
+                world = int(os.environ["WORLD_SIZE"]) if is_rank else processes * launch.parse_nodes(nodes)[0]
                 run_plan.require_valid(recipe, world)
                 recipe = preflight.decide_trainable(recipe)
                 print(run_plan.describe(recipe, checks.build_runnable(recipe, world), world))

@@ -25,6 +25,7 @@ from patchgen.anatomy.classes import is_list
 from patchgen.mutation.configuration import Configuration
 from patchgen.mutation.draw import draw
 from patchgen.mutation.edits import Mutant
+from patchgen.runtime.parent_process import end_with_parent
 from patchgen.runtime.verify import source_closure, source_keys
 
 if TYPE_CHECKING:
@@ -82,7 +83,9 @@ def run(
     with contextlib.ExitStack() as stack:
         judge = stack.enter_context(_RankJudge()) if ranks else None
         queue = stack.enter_context(context.Manager()).Queue()
-        pool = stack.enter_context(ProcessPoolExecutor(jobs, context, initializer=limit_memory, max_tasks_per_child=1))
+        pool = stack.enter_context(
+            ProcessPoolExecutor(jobs, context, initializer=set_up_worker, max_tasks_per_child=1)
+        )
         running, failed = dict[str, Future[bool]](), list[Exception]()
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -110,6 +113,12 @@ def run(
             yield row
     if failed:
         raise ExceptionGroup("Mutants of some models could not be tried.", failed)
+
+
+def set_up_worker() -> None:
+    """Limits the memory of a worker process, and has it end with the process that started it."""
+    limit_memory()
+    end_with_parent()
 
 
 def limit_memory(size: int = MEMORY_LIMIT) -> None:

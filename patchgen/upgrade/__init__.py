@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from patchgen import provenance
+from patchgen.runtime.parent_process import end_with_parent
 from patchgen.upgrade import releases
 from patchgen.upgrade.comparing import compare_model
 from patchgen.upgrade.findings import ModelUpgrade, Site, Upgrade
@@ -49,7 +50,7 @@ def compare(
         run_all = map
         if jobs > 1 and len(models) > 1:
             context = multiprocessing.get_context("spawn")
-            run_all = stack.enter_context(ProcessPoolExecutor(min(jobs, len(models)), mp_context=context)).map
+            run_all = stack.enter_context(ProcessPoolExecutor(min(jobs, len(models)), context, end_with_parent)).map
         for model in run_all(compare_model, *zip(*work, strict=True)) if work else ():
             on_model(model)
             found.append(model)

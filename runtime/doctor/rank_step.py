@@ -24,6 +24,7 @@ from patchgen.runtime import launch, parallel
 from patchgen.runtime.data import DataError
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.reshard import reshard
+from patchgen.runtime.parent_process import end_with_parent, parent_of_ranks
 from patchgen.runtime.process_exit import end_process
 from patchgen.runtime.train import setup
 from patchgen.runtime.train.feed import End
@@ -125,6 +126,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def main() -> None:
+    end_with_parent(parent_of_ranks())
     recipe = from_dict(json.loads(sys.argv[1]))
     with launch.process_group() as device:
         figures = measure_step(recipe, device, Path(sys.argv[2]))

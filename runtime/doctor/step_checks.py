@@ -7,7 +7,6 @@ import gc
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,11 +16,13 @@ from dataclasses import replace
 from typing import IO, TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from patchgen.runtime import launch
 from patchgen.runtime.doctor.finding import Check, Finding, failed, format_bytes, passed
 from patchgen.runtime.doctor.patient import MissingPart
 from patchgen.runtime.doctor.rank_step import StepFigures, measure_step
+from patchgen.runtime.parent_process import PARENT
 from patchgen.runtime.train import flops, memory
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict
@@ -186,10 +187,12 @@ def step_on_ranks(recipe: Recipe, ranks: int) -> StepFigures:
     Raises:
         RuntimeError: a rank failed; with the last error of each.
     """
-    with socket.socket() as free_port:
-        free_port.bind(("localhost", 0))
-        common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port.getsockname()[1]), "WORLD_SIZE": str(ranks)}
-    common = {"OMP_NUM_THREADS": "1", **os.environ, **common}
+    # This process keeps the store, at a port that the system chose: one that was looked up and closed may be taken a moment later.
+    # The ranks connect to it as to that of torchrun's agent.
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", PARENT: str(os.getpid())}
+    common = {"OMP_NUM_THREADS": "1", **os.environ, **address, **agent}
     environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     with tempfile.TemporaryDirectory(prefix="patchgen-step-") as scratch:  # deleted here: ranks may be killed
         command = [sys.executable, "-c", RANK_SCRIPT, json.dumps(to_dict(recipe)), scratch]

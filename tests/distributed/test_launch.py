@@ -17,7 +17,8 @@ import yaml
 from patchgen.commands import training
 from patchgen.errors import PatchgenError
 from patchgen.runtime import launch
-from patchgen.runtime.train import run_log
+from patchgen.runtime.train import run_lock, run_log
+from patchgen.runtime.train.recipe import RecipeError
 
 STEPS = 30
 
@@ -87,6 +88,84 @@ def test_a_killed_rank_is_restarted_from_the_last_checkpoint(trainer_folder, tmp
     whole = subprocess.run(arguments, capture_output=True, text=True, timeout=240)
     assert whole.returncode == 0, whole.stdout + whole.stderr
     assert found == losses(tmp_path / "whole" / "run"), "bit for bit, as if never killed"
+
+
+@pytest.mark.parametrize("moment", ["starting", "training"])
+def test_ranks_end_with_a_killed_launcher(moment, trainer_folder, tmp_path):
+    """A launcher that is killed can end nobody: its ranks end by themselves, and the same command can start again."""
+    changes = {"train": {"steps": 10_000}, "checkpoint": {"export": False}}
+    process = start(command(trainer_folder, tmp_path, "--nproc", "2", **changes))
+    if moment == "training":
+        wait_for_step(process, tmp_path / "run", 2)
+    ranks = wait_for_ranks(process, 2)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while any(is_running(rank) for rank in ranks):
+        assert time.monotonic() < deadline, f"ranks outlived their launcher in {ranks}"
+        time.sleep(0.05)
+    run_lock.require_free(tmp_path / "run")
+    process.communicate(timeout=10)  # nobody holds its output any more
+
+
+def wait_for_ranks(process: subprocess.Popen, number: int) -> list[int]:
+    deadline = time.monotonic() + 120
+    while len(found := ranks_of(process.pid)) < number:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no ranks were started"
+        time.sleep(0.01)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "expected"),
+    [
+        ({}, {}, False),
+        ({}, {"processes": 2}, False),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, {}, False),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, {"processes": 2}, False),
+        ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "pod", "MASTER_PORT": "1"}, {"nodes": "4"}, False),
+        ({"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node", "MASTER_PORT": "1"}, {}, True),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, {}, "MASTER_ADDR and MASTER_PORT, where they meet, is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "1", launch.TORCHRUN: "run"}, {}, True),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", launch.TORCHRUN: "run"},
+            {"processes": 2},
+            "--nproc 2 would start ranks, but torchrun",
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", launch.TORCHRUN: "run"},
+            {"nodes": "2"},
+            "--nnodes 2 would start ranks, but torchrun",
+        ),
+    ],
+)
+def test_a_rank_is_known_by_torchruns_own_variable(variables, options, expected, monkeypatch):
+    """RANK and WORLD_SIZE alone are also set in pods, and left behind by earlier commands."""
+    for name in (*launch.RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT", launch.TORCHRUN):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(expected, bool):
+        assert launch.is_rank(**options) is expected
+    else:
+        with pytest.raises(RecipeError, match=expected):
+            launch.is_rank(**options)
+
+
+def test_variables_of_a_rank_do_not_change_how_many_ranks_train(trainer_folder, tmp_path):
+    arguments = command(trainer_folder, tmp_path, "--nproc", "2", train={"steps": 3}, checkpoint={"export": False})
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "on 2 ranks" in done.stdout
 
 
 @pytest.mark.slow
