@@ -7,6 +7,8 @@ PATCHGEN := $(BIN)/patchgen
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # torch first and by exact version: a plain `torch` may bring a CUDA build of several gigabytes.
 TORCH ?= torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+# The versions to install, but for torch's: TORCH names it, also where it is not the one of constraints.txt.
+CONSTRAINTS := $(VENV)/constraints-without-torch.txt
 # Built for CUDA only: beside torch for the CPU it lies where only the tests that know it look for it.
 TORCHVISION ?= torchvision==0.28.0
 # An older one fails late, in pip's resolver; an environment that was made with one is made again.
@@ -26,19 +28,20 @@ help:  ## list the targets
 $(VENV)/.setup: pyproject.toml constraints.txt
 	@$(BIN)/python -c '$(IS_NEW_ENOUGH)' 2>/dev/null || { $(PYTHON) -c '$(IS_NEW_ENOUGH)' && $(PYTHON) -m venv --clear $(VENV); }
 	@echo "setting up $(VENV) (generator only)"
-	@$(PIP) install --constraint constraints.txt --editable .
+	@sed '/^torch==/d' constraints.txt > $(CONSTRAINTS)
+	@$(PIP) install --constraint $(CONSTRAINTS) --editable .
 	@touch $@
 
 $(VENV)/.setup-test: $(VENV)/.setup
 	@echo "setting up $(VENV) (tests: torch and test tools)"
 	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) install $(TORCH)
-	@$(PIP) install --constraint constraints.txt --editable '.[test]'
+	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[test]'
 	@$(PIP) install --no-deps --upgrade --target $(VENV)/torchvision-for-tests $(TORCHVISION)
 	@touch $@
 
 $(VENV)/.setup-train: $(VENV)/.setup-test
 	@echo "setting up $(VENV) (training)"
-	@$(PIP) install --constraint constraints.txt --editable '.[train]'
+	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[train]'
 	@touch $@
 
 setup: $(VENV)/.setup  ## install the generator into .venv

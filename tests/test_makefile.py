@@ -66,3 +66,21 @@ def test_every_layout_of_ranks_is_proven_and_the_target_fails_if_one_did(make, t
         told = log.read_text().splitlines()
         assert len(told) == 6 and told[-1] == "verify --all --outdated --ranks 4 --fsdp"
         log.unlink()
+
+
+def test_another_torch_is_not_replaced_by_the_pinned_one(make, tmp_path):
+    """What is installed after it must not be held to the torch of constraints.txt."""
+    assert make(11).returncode == 0
+    python, log = tmp_path / ".venv" / "bin" / "python", tmp_path / "log"
+    # It has no torch, and writes down what it is asked to install, with the constraints that this is held to.
+    python.write_text(
+        f'#!/bin/sh\n[ "$1 $2" = "-c import torch" ] && exit 1\necho "$*" >> {log}\n'
+        f'for word; do [ "$last" = --constraint ] && cat "$word" >> {log}; last=$word; done\nexit 0\n'
+    )
+    done = subprocess.run(
+        ["make", "setup-test", "TORCH=torch==2.14.1"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    told = log.read_text()
+    assert "install torch==2.14.1" in told and "transformers==" in told
+    assert "torch==2.13" not in told
