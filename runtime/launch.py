@@ -34,11 +34,14 @@ from patchgen.runtime.parent_process import PARENT, end_with_parent, parent_of_r
 from patchgen.runtime.process_exit import end_process
 from patchgen.runtime.train import architecture
 from patchgen.runtime.train.recipe import Recipe, RecipeError, from_dict, to_dict
+from patchgen.runtime.train.records import Summary
 from patchgen.runtime.train.run_log import read_summary
 
 # Time for a rank that was asked to stop to finish its step and save, before it is killed.
 SHUTDOWN_SECONDS = "900"
 STOPPED = 130  # the exit status of a run that was asked to stop, after saving
+SKIPPED = 3  # of one that has taken its steps, but more than this share of them changed no weight
+SKIPPED_SHARE = 0.01
 # Reported without a traceback.
 USER_ERRORS = ("RecipeError", "DataError", "CheckpointError", "TrainingStopped", "NonFiniteGradient")
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun, and by nobody else
@@ -58,7 +61,7 @@ def launch(
     rdzv_endpoint: str = "",
     fresh: bool = False,
 ) -> int:
-    """Runs a recipe to its end on all ranks of this machine (under torchrun on this rank); returns an exit status: 0, or `STOPPED`.
+    """Runs a recipe to its end on all ranks of this machine (under torchrun on this rank); returns an `exit_status`.
 
     Args:
         processes: ranks on this machine.
@@ -81,7 +84,8 @@ def launch(
             )
         if TORCHRUN in os.environ:  # the parent is its agent
             end_with_parent()
-        return STOPPED if worker(to_dict(recipe), is_checked=False) == "stop" else 0
+        # Nothing else but a stop: an agent would start ranks again that have trained to their end.
+        return STOPPED if worker(to_dict(recipe), is_checked=False).reason == "stop" else 0
     min_nodes, max_nodes = parse_nodes(nodes)
     if max_nodes > 1 and not rdzv_endpoint:
         raise RecipeError("More than one machine needs --rdzv-endpoint HOST:PORT, the same on all of them.")
@@ -107,7 +111,7 @@ def launch(
     if fresh:
         move_away(recipe.directory)
     if processes == 1 and max_nodes == 1 and recipe.train.restarts == 0:
-        return STOPPED if worker(to_dict(recipe)) == "stop" else 0
+        return exit_status(worker(to_dict(recipe)))
     return _run_agent(recipe, processes, min_nodes, max_nodes, rdzv_endpoint)
 
 
@@ -203,7 +207,14 @@ def _run_agent(recipe: Recipe, processes: int, min_nodes: int, max_nodes: int, e
             )
         raise LaunchFailed(message) from error
     summary = read_summary(recipe.directory)
-    return STOPPED if summary is not None and summary["reason"] == "stop" else 0
+    return exit_status(Summary(**summary)) if summary is not None else 0
+
+
+def exit_status(summary: Summary) -> int:
+    """0, `STOPPED` or `SKIPPED`."""
+    if summary.reason == "stop":
+        return STOPPED
+    return SKIPPED if summary.skipped > SKIPPED_SHARE * summary.steps else 0
 
 
 def _reason(failure: Any) -> str:
@@ -218,8 +229,8 @@ def _reason(failure: Any) -> str:
 
 
 @record
-def worker(values: dict[str, Any], *, is_checked: bool = True) -> str:
-    """One rank: process group, device, trainer; returns why the run ended (`Summary.reason`).
+def worker(values: dict[str, Any], *, is_checked: bool = True) -> Summary:
+    """One rank: process group, device, trainer; returns how the run ended.
 
     Args:
         values: a recipe as a dict, as passed between processes.
@@ -241,7 +252,7 @@ def worker(values: dict[str, Any], *, is_checked: bool = True) -> str:
         require_valid(recipe, world_size=dist.get_world_size())
         if not is_checked:
             recipe = _broadcast_outcome(outcome)
-        return Trainer(recipe, device, setup.listeners(recipe)).run().reason
+        return Trainer(recipe, device, setup.listeners(recipe)).run()
 
 
 def _check_on_rank_0(recipe: Recipe) -> tuple[dict[str, Any] | None, str]:

@@ -87,6 +87,7 @@ class Summary:
         reason: "steps": all steps taken; "data": the data ended; "stop": requested by Ctrl-C or SIGTERM.
         export: the folder with the trained model, or None.
         data: the loader's summary of used and dropped samples.
+        skipped: how many steps changed no weight, because a gradient was not finite; on rank 0 those before a resume, too.
     """
 
     steps: int
@@ -94,6 +95,7 @@ class Summary:
     directory: str
     export: str | None
     data: str = ""
+    skipped: int = 0
 
 
 class Listener:

@@ -128,6 +128,11 @@ def read(directory: Path) -> list[dict[str, Any]]:
     return entries
 
 
+def num_skipped(directory: Path, last_step: int) -> int:
+    """How many of the steps up to `last_step` were skipped, as the log has them."""
+    return sum(bool(entry.get("skipped")) for entry in read(directory) if entry["step"] <= last_step)
+
+
 def read_summary(directory: Path) -> dict[str, Any] | None:
     """The `records.Summary` of the run in this directory, as a dict, as of when it last ended; None if it never did."""
     path = directory / SUMMARY

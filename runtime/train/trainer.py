@@ -102,7 +102,8 @@ class Trainer:
         self.expert_counter = (
             ExpertLoad(self.model) if recipe.log.expert_load and sharding.expert_paths(self.model) else None
         )
-        self.step, self.skipped, self.evaluated_step = 0, 0, 0
+        self.step, self.evaluated_step = 0, 0
+        self.skipped, self.num_skipped = 0, 0  # in a row, and in the whole run
         self.checkpoints: RunCheckpoints | None = None  # set by `run`
 
     def open_data(self) -> tuple[setup.DataParts, Loader, Loader | None]:
@@ -130,6 +131,7 @@ class Trainer:
             self.compute_reference(stop.requested)
             position = self.checkpoints.resume()
             self.first_step = self.step = self.checkpoints.saved_step
+            self.num_skipped = run_log.num_skipped(recipe.directory, self.step) if dist.get_rank() == 0 else 0
             if self.step >= steps and dist.get_rank() == 0:
                 print(
                     f"Nothing to train: {recipe.directory} has {self.step} of {steps} steps. Start anew with --fresh, or "
@@ -274,7 +276,7 @@ class Trainer:
             self.skipped = 0
             self.optimizer.step()
         else:
-            self.skipped += 1
+            self.skipped, self.num_skipped = self.skipped + 1, self.num_skipped + 1
         self.optimizer.zero_grad(set_to_none=True)
         if self.skipped >= config.max_skipped:
             last = self.checkpoints.saved_step if self.checkpoints is not None else 0
@@ -354,6 +356,7 @@ class Trainer:
             directory=str(self.recipe.directory),
             export=str(folder) if folder else None,
             data=reading.counters_of(self.loader, self.state).summary(),
+            skipped=self.num_skipped,
         )
         for listener in self.listeners:
             listener.on_end(summary)

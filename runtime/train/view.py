@@ -165,10 +165,16 @@ def source_losses(sources: dict[str, SourceFigures]) -> str:
 
 
 def ending(summary: Summary) -> str:
-    """How the run ended, and its folders; if samples were dropped or truncated, a second line says so."""
+    """How the run ended, and its folders; if steps were skipped, or samples dropped or truncated, a line each says so."""
     where = f"   export: {summary.export}" if summary.export else ""
     left_out = f"\nsamples: {summary.data}" if summary.data not in ("", ALL_USED) else ""
-    return f"step {summary.steps}: {ENDINGS[summary.reason]}   run: {summary.directory}{where}{left_out}"
+    skipped = (
+        f"\nskipped: {summary.skipped} of {summary.steps} steps changed no weight (gradients that are not finite)"
+    )
+    return (
+        f"step {summary.steps}: {ENDINGS[summary.reason]}   run: {summary.directory}{where}"
+        f"{skipped if summary.skipped else ''}{left_out}"
+    )
 
 
 def sparkline(values: list[float], width: int) -> str:

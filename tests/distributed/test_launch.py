@@ -160,6 +160,18 @@ def test_a_rank_is_known_by_torchruns_own_variable(variables, options, expected,
             launch.is_rank(**options)
 
 
+def test_a_run_that_skipped_most_steps_is_no_success(trainer_folder, tmp_path):
+    optim = {"lr": 1e30, "warmup_steps": 0}
+    arguments = command(trainer_folder, tmp_path, optim=optim, train={"steps": 6}, checkpoint={"export": False})
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.returncode == launch.SKIPPED, done.stdout + done.stderr
+    skipped = [entry["skipped"] for entry in run_log.read(tmp_path / "run")]
+    assert len(skipped) == 6 and sum(skipped) > 2
+    assert f"skipped: {sum(skipped)} of 6 steps changed no weight" in done.stdout
+    again = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert f"skipped: {sum(skipped)} of 6 steps" in again.stdout, "also where nothing is left to train"
+
+
 def test_variables_of_a_rank_do_not_change_how_many_ranks_train(trainer_folder, tmp_path):
     arguments = command(trainer_folder, tmp_path, "--nproc", "2", train={"steps": 3}, checkpoint={"export": False})
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}

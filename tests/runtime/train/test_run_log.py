@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 
 import pytest
 
+from patchgen.runtime import launch
 from patchgen.runtime.train import check_run, page, run_log, view
 from patchgen.runtime.train.recipe import RecipeError
 from patchgen.runtime.train.records import Evaluation, RunStart, StepRecord, Summary, TrainingStopped
@@ -105,6 +107,21 @@ def test_samples_that_were_left_out_are_reported_at_the_end():
     assert "samples" not in view.ending(END)
     some = Summary(**vars(END) | {"data": "2 bad (first: a.jsonl:3: no field 'text')"})
     assert view.ending(some).endswith("\nsamples: 2 bad (first: a.jsonl:3: no field 'text')")
+
+
+def test_a_run_that_skipped_steps_says_so_and_ends_with_a_status_of_its_own():
+    """A run whose weights hardly changed is no success; of a long one a step in a hundred may be skipped."""
+    some = Summary(**vars(END) | {"steps": 6, "skipped": 4})
+    assert "skipped: 4 of 6 steps changed no weight" in view.ending(some) and "skipped" not in view.ending(END)
+    assert [launch.exit_status(one) for one in (END, some)] == [0, launch.SKIPPED]
+    assert launch.exit_status(Summary(**vars(END) | {"steps": 1000, "skipped": 10})) == 0
+    assert launch.exit_status(Summary(**vars(some) | {"reason": "stop"})) == launch.STOPPED
+
+
+def test_skipped_steps_are_counted_up_to_the_step_of_a_resume(tmp_path):
+    entries = [{"step": step, "skipped": step in (2, 3, 5)} for step in range(1, 7)]
+    (tmp_path / run_log.STEPS).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert [run_log.num_skipped(tmp_path, step) for step in (1, 3, 6)] == [0, 2, 3]
 
 
 def test_the_live_view_draws_on_a_terminal(monkeypatch):
