@@ -85,7 +85,7 @@ def launch(
         if TORCHRUN in os.environ:  # the parent is its agent
             end_with_parent()
         # Nothing else but a stop: an agent would start ranks again that have trained to their end.
-        return STOPPED if worker(to_dict(recipe), is_checked=False).reason == "stop" else 0
+        return STOPPED if exit_status(worker(to_dict(recipe), is_checked=False)) == STOPPED else 0
     min_nodes, max_nodes = parse_nodes(nodes)
     if max_nodes > 1 and not rdzv_endpoint:
         raise RecipeError("More than one machine needs --rdzv-endpoint HOST:PORT, the same on all of them.")
@@ -207,11 +207,13 @@ def _run_agent(recipe: Recipe, processes: int, min_nodes: int, max_nodes: int, e
             )
         raise LaunchFailed(message) from error
     summary = read_summary(recipe.directory)
-    return exit_status(Summary(**summary)) if summary is not None else 0
+    return exit_status(Summary(**summary) if summary is not None else None)
 
 
-def exit_status(summary: Summary) -> int:
-    """0, `STOPPED` or `SKIPPED`."""
+def exit_status(summary: Summary | None) -> int:
+    """0, `STOPPED` or `SKIPPED`; 0 where the ranks left no summary on this machine."""
+    if summary is None:
+        return 0
     if summary.reason == "stop":
         return STOPPED
     return SKIPPED if summary.skipped > SKIPPED_SHARE * summary.steps else 0
