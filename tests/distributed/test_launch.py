@@ -100,9 +100,9 @@ def test_ranks_end_with_a_killed_launcher(moment, trainer_folder, tmp_path):
     ranks = wait_for_ranks(process, 2)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 30
-    while any(is_running(rank) for rank in ranks):
-        assert time.monotonic() < deadline, f"ranks outlived their launcher in {ranks}"
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < deadline, f"some of {ranks} outlived their launcher"
         time.sleep(0.05)
     run_lock.require_free(tmp_path / "run")
     process.communicate(timeout=10)  # nobody holds its output any more
@@ -115,13 +115,6 @@ def wait_for_ranks(process: subprocess.Popen, number: int) -> list[int]:
         assert time.monotonic() < deadline, "no ranks were started"
         time.sleep(0.01)
     return found
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize(
