@@ -160,6 +160,7 @@ def _loss(
 ) -> Tensor:
     """The loss `function(log_probs)` of this rank's sequences, with log-probabilities `(B, S)`: the same on all ranks of a
     sequence, where each has the gradient of its slice; plus this rank's share of a router loss."""
+    model_calls.separate_as_proven(model)
     inputs = to_device(inputs, _device(model))
     targets = inputs["shift_labels"]
 

@@ -37,7 +37,9 @@ def require_agreement(batch: Mapping[str, Any], model: PreTrainedModel | None = 
         ValueError: naming the first such token, its row and its types.
     """
     ids_BS = batch.get("input_ids")
-    for field in FIELDS if isinstance(ids_BS, Tensor) else ():
+    if not isinstance(ids_BS, Tensor):
+        return
+    for field in FIELDS:
         types_BS = batch.get(field)
         if not isinstance(types_BS, Tensor):
             continue

@@ -165,7 +165,10 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     dtype = getattr(torch, recipe.model.dtype)
     with torch.device("meta"):
         model = head._from_config(config, attn_implementation=attention_names, dtype=dtype)
-    if separate := recipe.model.separate_documents or trains_encoder_decoder:
+    separate = recipe.model.separate_documents
+    if trains_encoder_decoder and not separate:
+        separate = True
+    if separate is not None:
         model_calls.separate_documents(model, separate)
     optimizers.freeze(model, recipe.model.freeze)
     if recipe.lora is None:
