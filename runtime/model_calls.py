@@ -92,7 +92,7 @@ def separate_documents(model: nn.Module, separated: DocumentSeparation = True) -
 
 
 def separate_as_proven(model: nn.Module) -> None:
-    """`separate_documents`, if the proof of the model's file says so: for attention by upstream's names, whose calls are not recorded.
+    """`separate_documents`, if the proof of the model's file says so: for upstream's attention, whose calls are not recorded.
 
     With our names each call asks the proof.
     """

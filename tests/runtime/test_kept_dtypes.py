@@ -1,4 +1,4 @@
-"""`model.dtype` beside `from_pretrained(dtype=...)` of upstream's class: the dtype of every parameter, buffer and written tensor."""
+"""`model.dtype` beside `from_pretrained(dtype=...)` of upstream's class: the dtypes of all parameters, buffers, written tensors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from patchgen.runtime.checkpoint import export_pretrained, load_pretrained
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import from_dict
 from patchgen.runtime.verify.committed_models import committed
+from patchgen.runtime.verify.model_pair import perturb
 from patchgen.runtime.verify.small_config import small_config
 
 DTYPES = ["bfloat16", "float16"]
@@ -34,7 +35,9 @@ def saved(tmp_path_factory):
         folder = tmp_path_factory.mktemp(name)
         cls = upstream_class(name)
         torch.manual_seed(0)
-        cls._from_config(small_config(cls.config_class).config, dtype=torch.float32).save_pretrained(folder)
+        model = cls._from_config(small_config(cls.config_class).config, dtype=torch.float32)
+        perturb(model)  # zeros would not show that they were rounded
+        model.save_pretrained(folder)
         return folder
 
     return save
@@ -49,7 +52,8 @@ def written(folder: Path) -> dict[str, str]:
     found = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            found |= {key: file.get_slice(key).get_dtype() for key in file.keys()}
+            keys = file.keys()
+            found |= {key: file.get_slice(key).get_dtype() for key in keys}
     return found
 
 
@@ -93,8 +97,10 @@ def test_names_are_searched_as_upstream_searches():
         _keep_in_fp32_modules = ("head",)
 
     names = ["a.gate.b.bias", "a.q_norm.weight", "gate.weight", "lm_head.weight"]
-    found = {dtype: [kept_dtypes.keeps_in_fp32(Model(), dtype)(name) for name in names] for dtype in
-             (torch.bfloat16, torch.float16, torch.float32, None)}
+    found = {
+        dtype: [kept_dtypes.keeps_in_fp32(Model(), dtype)(name) for name in names]
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, None)
+    }
     assert found[torch.bfloat16] == [True, True, False, False]
     assert found[torch.float16] == [True, True, False, True]
     assert found[torch.float32] == found[None] == [False] * 4
