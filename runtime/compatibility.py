@@ -1,11 +1,14 @@
-"""Checks that the installed transformers is a release that a generated file was made from or verified with."""
+"""What the record of a proof beside a generated file says of that file: the releases it runs with, and its documents."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 ALLOW_VARIABLE = "PATCHGEN_ALLOW_TRANSFORMERS"
 
@@ -35,7 +38,7 @@ def require_transformers(generated_file: str, made_from: str) -> None:
     if installed == made_from or installed == os.environ.get(ALLOW_VARIABLE):
         return
     folder = Path(generated_file).parent
-    if installed in _proven_with(folder / "verify.json", Path(generated_file)):
+    if installed in _proof_of(Path(generated_file)).get("transformers", ()):
         return
     raise ReleaseMismatch(
         f"{Path(generated_file).name} was made from transformers {made_from} and is not verified with the installed "
@@ -45,13 +48,28 @@ def require_transformers(generated_file: str, made_from: str) -> None:
     )
 
 
-def _proven_with(record: Path, generated_file: Path) -> list[str]:
-    """The releases in the proof of this version of the file; proofs of earlier versions are ignored."""
+@cache
+def proven_separation(model_class: type) -> Any:
+    """How a model keeps the documents of packed rows apart (`document_rows.DocumentSeparation`), by the proof of its file; None: no
+    proof of this file says so.
+
+    Neither releases nor the code that proved matter: a document in a row of its own is right in any case.
+    """
+    for cls in model_class.__mro__:  # FSDP2 derives a class from the generated one
+        file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+        if file is not None and (proof := _proof_of(Path(file))):
+            is_proven = proof.get("status") == "proven"
+            return (proof.get("training") or {}).get("separates_documents") if is_proven else None
+    return None
+
+
+def _proof_of(generated_file: Path) -> dict[str, Any]:
+    """The record in the folder of a generated file; {} if there is none, or it is of another version of the file."""
+    record = generated_file.with_name("verify.json")
     if not record.is_file():
-        return []
-    proof = json.loads(record.read_text())
-    is_current = proof.get("sha256") == digest(generated_file)
-    return proof["transformers"] if is_current else []
+        return {}
+    proof = json.loads(record.read_text(encoding="utf-8"))
+    return proof if proof.get("sha256") == digest(generated_file) else {}
 
 
 def digest(generated_file: Path) -> str:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from patchgen.runtime import mask_functions, parallel
+from patchgen.runtime import compatibility, mask_functions, parallel
 from patchgen.runtime.document_rows import LEFT, DocumentRows, DocumentSeparation
 from patchgen.runtime.parallel import batch, checkpointing, collectives
 from patchgen.runtime.parallel.checkpointing import CHECKPOINT_ATTRIBUTE
@@ -82,12 +82,30 @@ def note_calls(model: nn.Module) -> None:
 
 
 def separate_documents(model: nn.Module, separated: DocumentSeparation = True) -> None:
-    """Computes each document of packed rows in its own row from now on; see `document_rows`.
+    """Computes each document of packed rows in its own row from now on, or not; see `document_rows`.
 
-    For models that take no document bounds, where documents would see each other. Not on a slice of a sequence.
+    For models that take no document bounds, where documents would see each other. Not on a slice of a sequence. Models of which
+    nothing was decided do as the proof of their file says.
     """
     note_calls(model)
     setattr(model, _SEPARATES, separated)
+
+
+def separate_as_proven(model: nn.Module) -> None:
+    """`separate_documents`, if the proof of the model's file says so: for upstream's attention, whose calls are not recorded.
+
+    With our names each call asks the proof.
+    """
+    if not hasattr(model, _SEPARATES) and (proven := compatibility.proven_separation(type(model))):
+        separate_documents(model, proven)
+
+
+def _separation(module: nn.Module, *, is_packed: bool) -> DocumentSeparation:
+    """How a model separates documents: as decided for it, else by the proof of its file; and if its forward takes no bounds."""
+    decided = getattr(module, _SEPARATES, None)
+    if decided is None:
+        decided = compatibility.proven_separation(type(module))
+    return decided or (is_packed and not takes_documents(type(module)))
 
 
 def takes_documents(model_class: type[nn.Module]) -> bool:
@@ -201,7 +219,7 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
         if positions is not None:
             inputs[POSITIONS] = positions
         is_packed = inputs.get(BOUNDS) is not None
-        separated = getattr(module, _SEPARATES, is_packed and not takes_documents(type(module)))
+        separated = _separation(module, is_packed=is_packed)
         if separated:
             _require_full_sequence(module)
         if separated and is_packed:
@@ -278,7 +296,7 @@ def _require_full_sequence(module: nn.Module) -> None:
 
 
 def no_slices(name: str, sp: int) -> str:
-    """The error message for a model with one document per row on slices of a sequence."""
+    """The error message for a model with one document per row on slices of a sequence, before a run and in a call."""
     return (
         f"{name} computes each document in its own row, but this rank has a slice of the rows (sp={sp}). "
         "Train this model with sp=1."

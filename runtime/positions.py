@@ -30,6 +30,9 @@ PLACEHOLDER_IDS = {IMAGE: -200, VIDEO: -201, AUDIO: -202}
 """Placeholder ids of image, video and audio tokens in the data pipeline, independent of the model's ids."""
 TOKEN_TYPES = {IMAGE: 1, VIDEO: 2, AUDIO: 3}
 
+COMPUTE = "compute_3d_position_ids"
+"""Upstream's name for the method by which a forward computes the positions that it was not given."""
+
 # Other names of `get_rope_index`'s arguments, in forwards and processors.
 _ALIASES = {
     "second_per_grids": ("video_second_per_grid", "second_per_grid_ts"),
@@ -86,6 +89,34 @@ class PositionIds:
             positions, _ = rope_index(**_arguments(rope_index, {"input_ids": ids, **inputs}))
         deltas = positions.amax(dim=(0, 2)) + 1 - ids.shape[1]
         return {"position_ids": positions[:, 0], "rope_deltas": deltas}
+
+    def of_batch(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """What upstream's forward computes for a batch without position ids; None: it counts 0, 1, 2 ... in each row.
+
+        Args:
+            batch: full rows, by the forward's names: `input_ids` `(B, S)`, `attention_mask` `(B, S)`, `mm_token_type_ids`
+                `(B, S)`, grids `(N, 3)`, ...
+
+        Returns:
+            `(rows, B, S)`, on the device of `input_ids`.
+
+        Raises:
+            ValueError: upstream's own, if it lacks an input for them.
+        """
+        inputs = {"input_ids": None, **batch}
+        if (mask := inputs.get("feature_attention_mask")) is not None:  # as the forwards that take it do
+            inputs["audio_feature_lengths"] = mask.sum(-1)
+        model: Any = self._without_modules()
+        vars(model)["rope_deltas"] = None  # what generation keeps
+        method = getattr(model, COMPUTE, None)
+        if method is None:
+            return model.get_rope_index(**_arguments(model.get_rope_index, inputs))[0]
+        absent = {
+            name: None
+            for name, parameter in inspect.signature(method).parameters.items()
+            if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        }
+        return method(**absent | _arguments(method, inputs))
 
     def _without_modules(self) -> PreTrainedModel:
         """The model without modules and weights: only its methods, its config and the attributes that they read."""

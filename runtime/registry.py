@@ -269,7 +269,11 @@ def build_model(config: PreTrainedConfig, *, directory: Path | None = None, **kw
     Raises:
         UnknownModelError: no generated head takes a config of this class; the message names the nearest.
     """
-    return find_head(config, directory=directory)._from_config(config, **kwargs)
+    from patchgen.runtime import model_calls
+
+    model = find_head(config, directory=directory)._from_config(config, **kwargs)
+    model_calls.separate_as_proven(model)
+    return model
 
 
 def find_head(config: PreTrainedConfig, *, directory: Path | None = None) -> type[PreTrainedModel]:

@@ -39,7 +39,7 @@ __all__ = ["Update", "log_probs", "stream_weights", "update"]
 
 Inputs = Mapping[str, Any]
 """Model inputs of full sequences, on the host: `input_ids` `(B, S)`, `attention_mask` `(B, S)` for padded rows, `position_ids`
-or `cu_seq_lens_q` for packed ones (`parallel/batch.py`)."""
+or `cu_seq_lens_q` for packed ones (`parallel/batch.py`). Positions that are not given are those that upstream computes."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def log_probs(model: PreTrainedModel, inputs: Inputs, state: ParallelState, *, t
     model.eval()
     try:
         with parallel.using(state):
-            _loss(model, _local_inputs(inputs, state), state, store, temperature, router_loss=False)
+            _loss(model, _local_inputs(model, inputs, state), state, store, temperature, router_loss=False)
     finally:
         model.train(was_training)
         reshard(model)
@@ -112,7 +112,7 @@ def update(
     """
     if not batches:
         raise ValueError("A step needs a batch on each rank: batches is empty.")
-    slices = [_local_inputs(inputs, state) for inputs, _ in batches]
+    slices = [_local_inputs(model, inputs, state) for inputs, _ in batches]
     device = _device(model)
     parts: list[Tensor] = []
 
@@ -140,13 +140,13 @@ def update(
     return Update(float(total), float(norm), is_taken)
 
 
-def _local_inputs(inputs: Inputs, state: ParallelState) -> dict[str, Any]:
+def _local_inputs(model: PreTrainedModel, inputs: Inputs, state: ParallelState) -> dict[str, Any]:
     """This rank's slice; every token is a target unless it is padding or follows padding."""
     labels, mask = inputs["input_ids"], inputs.get("attention_mask")
     if mask is not None:
         follows = F.pad(mask[:, :-1], (1, 0))
         labels = labels.masked_fill((mask == 0) | (follows == 0), IGNORED)
-    sliced = slice_batch({**inputs, "labels": labels}, sp=state.sp, sp_rank=state.sp_rank)
+    sliced = slice_batch({**inputs, "labels": labels}, sp=state.sp, sp_rank=state.sp_rank, model=model)
     return sliced | {"length": labels.shape[1]}
 
 
@@ -160,6 +160,7 @@ def _loss(
 ) -> Tensor:
     """The loss `function(log_probs)` of this rank's sequences, with log-probabilities `(B, S)`: the same on all ranks of a
     sequence, where each has the gradient of its slice; plus this rank's share of a router loss."""
+    model_calls.separate_as_proven(model)
     inputs = to_device(inputs, _device(model))
     targets = inputs["shift_labels"]
 

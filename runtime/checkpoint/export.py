@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from patchgen.runtime import kept_dtypes
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.file_reader import FileReader, unrepresentable
 from patchgen.runtime.checkpoint.layout import class_name, disassemble
@@ -254,12 +255,10 @@ def require_no_adapters(model: nn.Module) -> None:
 
 def make_outputs(model: nn.Module, to_write: dict[str, LazyTensor], dtype: torch.dtype | None) -> list[Output]:
     """The tensors to write, with their dtypes."""
-    # transformers loads these in fp32, so they keep their precision.
-    kept_in_fp32 = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    kept_in_fp32 |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    is_kept = kept_dtypes.keeps_in_fp32(model, dtype)  # transformers loads these in fp32, so they keep their precision
 
     def stored_dtype(name: str, current: torch.dtype) -> torch.dtype:
-        keep = current == torch.float32 and any(f".{part}." in f".{name}." for part in kept_in_fp32)
+        keep = current == torch.float32 and is_kept(name)
         return current if dtype is None or not current.is_floating_point or keep else dtype
 
     return [Output(name, lazy, stored_dtype(name, lazy.dtype)) for name, lazy in to_write.items()]

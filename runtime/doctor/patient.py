@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from patchgen.runtime import kept_dtypes
 from patchgen.runtime.checkpoint import host_memory, load_pretrained
 from patchgen.runtime.checkpoint.incremental_load import IncrementalLoader
 from patchgen.runtime.checkpoint.initialise import initialise
@@ -174,8 +175,6 @@ class Patient:
         if not self.fits_in_memory(model):
             self.layerwise, self.weights = self.load_layerwise(model, options)
             return model.train()
-        for module in sharding.kept_in_fp32(model, self.dtype):
-            module.float()
         sharding.materialise(model, self.device)
         folder = models.weights_folder(recipe.model)
         if folder is None:
@@ -196,8 +195,7 @@ class Patient:
         Raises:
             NotEnoughMemory: not even one layer fits.
         """
-        for module in sharding.kept_in_fp32(model, self.dtype):
-            module.float()
+        kept_dtypes.keep_in_fp32(model, self.dtype)
         folder = models.weights_folder(self.recipe.model)
         loader = None if folder is None else IncrementalLoader(model, folder, **options)
         read = loader.read if loader else lambda tensors: initialise(model, list(tensors), seed=options["seed"])

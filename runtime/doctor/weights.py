@@ -100,16 +100,10 @@ def _rounded_weights(patient: Patient, folder: Path) -> Iterator[tuple[str, str]
     chosen = getattr(torch, patient.recipe.model.dtype)
     if chosen.itemsize >= 4:
         return
-    fp32_paths = {
-        f"{path}."
-        for module in sharding.kept_in_fp32(patient.blueprint, chosen)
-        for path, candidate in patient.blueprint.named_modules()
-        if candidate is module
-    }
     lost = [
         key
         for name, keys in assemble(patient.blueprint, stored_leaves(stored)).sources.items()
-        if state[name].itemsize < 4 and not name.startswith(tuple(fp32_paths))
+        if state[name].itemsize < 4
         for key in keys
         if stored[key].dtype == torch.float32 != common
     ]

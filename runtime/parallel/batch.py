@@ -5,24 +5,35 @@ B rows   S tokens per row   s = S / n of this rank
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from patchgen.runtime.parallel import token_types
 from patchgen.runtime.parallel.batch_fields import IGNORED, RULES, rule_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 GRIDS = ("image_grid_thw", "video_grid_thw")
 TEXT_ROWS = 4  # rows of multimodal position ids that begin with the text's: text, time, height, width
 
 
-def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: int = 0) -> dict[str, Any]:
+def slice_batch(
+    batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: int = 0, model: PreTrainedModel | None = None
+) -> dict[str, Any]:
     """The inputs of one SP rank, from the full batch, which is the same on all ranks of its SP group.
 
     Labels are shifted before anything is sliced, so no rank needs its neighbour's first label. Document boundaries are found
     before slicing, too: explicit `cu_seq_lens_q`, else text position ids that restart: `(B, S)`, or the first of four rows
     `(4, B, S)`. Three rows (time, height, width) do not show where documents end; pass `cu_seq_lens_q` with them.
+
+    Without `position_ids` a model computes its own from the full rows, of images for example, and from the padding: with
+    `sp=1` they are left to it, with the mask that it may count by. A slice does not show it the full rows, so with `sp > 1`
+    they are computed here: by the model, if it is given and has a way of its own, else 0, 1, 2 ... in each document.
 
     `batch_fields.py` has the table of what is padded and sliced. Images, videos and audio, with their grids and lengths, are
     not: `media.py` divides them. Nor are token types: masks for the gathered sequence are built from them.
@@ -35,15 +46,17 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
         sp, sp_rank: the number of ranks that share the batch, and the index of this one.
         pad_token_id: pads rows to a multiple of `sp`; the padding has no labels and is a document of its own, unless a mask
             marks it. It must not be a placeholder of an image, a video or a sound.
+        model: the generated model that the slices are for, sharded or not: its positions, its placeholders.
 
     Returns:
-        The same keys, sequences sliced to s, plus `position_ids` and, with labels, `shift_labels`. A batch of several
-        documents gets `cu_seq_lens_q`, `cu_seq_lens_k` (int32, of the *full* sequence) and `max_length_q`, `max_length_k`
-        (int). An attention mask without zeros is dropped. `real_tokens` is included if any token of the full batch is
-        padding, according to that argument, to the mask, or because it is added here.
+        The same keys, sequences sliced to s, plus, with `sp > 1`, `position_ids` and, with labels, `shift_labels`. A batch of
+        several documents gets `cu_seq_lens_q`, `cu_seq_lens_k` (int32, of the *full* sequence) and `max_length_q`,
+        `max_length_k` (int). Where there are positions, an attention mask without zeros is dropped. `real_tokens` is included if
+        any token of the full batch is padding, according to that argument, to the mask, or because it is added here.
 
     Raises:
-        ValueError: there are no tokens, grids come without positions, or documents do not match the positions or the batch.
+        ValueError: there are no tokens, a slice of a batch with grids has no positions and no model to compute them, documents
+            do not match the positions or the batch, or token types do not match the tokens.
     """
     out = dict(batch)
     tokens = out.get("input_ids", out.get("inputs_embeds"))
@@ -51,15 +64,16 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
         raise ValueError(f"The batch has neither input_ids nor inputs_embeds, only {sorted(batch)}.")
     B, S = tokens.shape[:2]
     padding = -S % sp
+    token_types.require_agreement(out, model)
 
-    positions = _positions(out, B, S, is_sliced=sp > 1)
     lengths = out.pop("cu_seq_lens_q", None)
+    positions = _positions(out, B, S, lengths, model, is_sliced=sp > 1)
     starts = document_starts(B, S, positions, lengths)
     for key in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
         out.pop(key, None)
 
-    _set_padding(out, B, S, is_padded=padding > 0)
-    if "attention_mask" not in out and lengths is None and text_positions(positions) is None:
+    _set_padding(out, B, S, is_padded=padding > 0, keeps_mask=positions is None and lengths is None)
+    if "attention_mask" not in out and lengths is None and positions is not None and text_positions(positions) is None:
         _require_one_document(positions)
     if out.get("labels") is not None and out.get("shift_labels") is None:
         out["shift_labels"] = _shifted(out["labels"], starts)
@@ -70,7 +84,8 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
         starts[:, S] = True
     if bool(starts[:, 1:].any()):
         out.update(document_lengths(starts))
-    out["position_ids"] = positions
+    if positions is not None:
+        out["position_ids"] = positions
     for name in RULES:
         if out.get(name) is not None:
             rule = rule_of(name, out)
@@ -85,28 +100,53 @@ def _shifted(labels: Tensor, starts: Tensor) -> Tensor:
     return F.pad(labels, (0, 1), value=IGNORED)[:, 1:].masked_fill(ends, IGNORED)
 
 
-def _positions(out: dict[str, Any], B: int, S: int, *, is_sliced: bool) -> Tensor:
-    """The position ids of a full batch, in upstream's layout; stacked ones are removed from the batch."""
-    positions, stacked = out.get("position_ids"), out.pop("stacked_position_ids", None)
+def _positions(
+    out: dict[str, Any], B: int, S: int, lengths: Tensor | None, model: PreTrainedModel | None, *, is_sliced: bool
+) -> Tensor | None:
+    """The position ids of a full batch, in upstream's layout; None: the model computes them. Stacked ones, and a None, are removed
+    from the batch."""
+    positions, stacked = out.pop("position_ids", None), out.pop("stacked_position_ids", None)
     if stacked is not None or (positions is not None and positions.ndim == 3):
         positions = rows_first(positions, stacked, B)
     if positions is not None:
         return positions
-    if is_sliced and any(out.get(key) is not None for key in GRIDS):
+    if is_sliced:
+        positions = _positions_of_model(out, model)
+    elif lengths is None or _has_items(out):
+        return None
+    if positions is None and lengths is not None:
+        starts = document_starts(B, S, None, lengths).view(-1)
+        index = torch.arange(B * S)
+        return (index - torch.where(starts, index, 0).cummax(0).values).view(B, S)
+    return torch.arange(S).expand(B, S) if positions is None else positions
+
+
+def _positions_of_model(out: Mapping[str, Any], model: PreTrainedModel | None) -> Tensor | None:
+    """The positions that the model's forward computes of the full batch; None: it counts."""
+    find_positions = getattr(model, "get_position_id_func", None)
+    if find_positions is not None:
+        return find_positions().of_batch(out)
+    if any(out.get(key) is not None for key in GRIDS):
         raise ValueError(
             "This batch has image or video grids and no position_ids. Models that take grids use three-dimensional positions "
-            "over the full sequence. To fix: compute them, (3, B, S), before the batch is sliced."
+            "over the full sequence. To fix: compute them, (3, B, S), before the batch is sliced, or pass the generated model "
+            "to slice_batch(..., model=model), which computes them as upstream does."
         )
-    return torch.arange(S).expand(B, S)
+    return None
 
 
-def _set_padding(out: dict[str, Any], B: int, S: int, *, is_padded: bool) -> None:
-    """Keeps an attention mask only if it has zeros; sets `real_tokens` if any token is padding, or will be."""
+def _has_items(out: Mapping[str, Any]) -> bool:
+    """Whether the batch has images, videos or sounds."""
+    return any(out.get(name) is not None and not rule.is_per_token for name, rule in RULES.items())
+
+
+def _set_padding(out: dict[str, Any], B: int, S: int, *, is_padded: bool, keeps_mask: bool) -> None:
+    """Sets `real_tokens` if any token is padding, or will be; drops an attention mask without zeros unless it is to be kept."""
     mask = out.pop("attention_mask", None)
     real = _real_tokens(out.pop("real_tokens", None), mask, B, S)
     if is_padded or not bool(real.all()):
         out["real_tokens"] = real
-    if mask is not None and not bool(mask.all()):
+    if mask is not None and (keeps_mask or not bool(mask.all())):
         out["attention_mask"] = mask
 
 
@@ -119,7 +159,7 @@ def _real_tokens(real_tokens: Tensor | None, attention_mask: Tensor | None, B: i
     return real
 
 
-def document_starts(B: int, S: int, position_ids: Tensor, cu_seq_lens: Tensor | None) -> Tensor:
+def document_starts(B: int, S: int, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Tensor:
     """`(B, S)` bool: the tokens at which a document starts. The first token of a row always does."""
     starts = torch.zeros(B, S, dtype=torch.bool)
     starts[:, 0] = True
@@ -133,7 +173,7 @@ def document_starts(B: int, S: int, position_ids: Tensor, cu_seq_lens: Tensor | 
         inner = inner[inner < B * S]  # a last document without tokens
         starts.view(-1)[inner] = True
         return starts
-    text = text_positions(position_ids)
+    text = text_positions(position_ids) if position_ids is not None else None
     if text is not None:
         restarts = text[:, 1:] != text[:, :-1] + 1
         starts[:, 1:] = restarts.expand(B, S - 1)

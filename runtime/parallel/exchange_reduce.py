@@ -21,7 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from patchgen.runtime.parallel import undivided
 from patchgen.runtime.parallel.collectives import gather_objects
 from patchgen.runtime.parallel.state import ParallelState
 
@@ -115,7 +117,10 @@ def install(
             in_group = id(module) not in fp32_ids and (id(module) in expert_ids) == is_expert
             if isinstance(module, FSDPModule) and in_group:
                 exchanges.append(ExchangeReduce(world, narrow))
+                wide = {group: group._reduce_scatter_comm for group in _wide_groups(module, narrow)}
                 module.set_custom_reduce_scatter(exchanges[-1])
+                for group, before in wide.items():
+                    group._reduce_scatter_comm = before
     if enabled and not exchanges:
         reason = "no gradients are sharded" if narrow is not None else "there are no bytes to save"
         raise ValueError(
@@ -124,6 +129,11 @@ def install(
             "param_dtype=bfloat16 and reduce_dtype=float32 on several shards."
         )
     return exchanges
+
+
+def _wide_groups(unit: FSDPModule, narrow: torch.dtype) -> list[FSDPParamGroup]:
+    """The groups of a unit whose gradients are computed in another dtype (`fp32_parameters.py`)."""
+    return [group for group in undivided.param_groups(unit) if group.mp_policy.param_dtype != narrow]
 
 
 def mesh_dimension(mesh: DeviceMesh, dimension: str) -> int:

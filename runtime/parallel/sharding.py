@@ -11,9 +11,6 @@ expert gradients are gradients of the same number on either mesh, and no scaling
 from __future__ import annotations
 
 import functools
-import inspect
-import re
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from patchgen.runtime import kept_dtypes
 from patchgen.runtime.parallel import (
     checkpointing,
     exchange_reduce,
+    fp32_parameters,
     peer_memory,
     peer_units,
     row_lengths,
@@ -105,8 +104,9 @@ def shard_model(
         from patchgen.runtime.parallel.expert_peers import install_token_prefetch  # loads Triton
 
         install_token_prefetch(model, experts)
-    fp32_units = kept_in_fp32(model, options.param_dtype)
-    _make_units(model, state, layers, experts, fp32_units, options)
+    kept_dtypes.keep_in_fp32(model)
+    fp32_units, fp32_beside = fp32_parameters.find(model, options.param_dtype)
+    _make_units(model, state, layers, experts, fp32_units, fp32_beside, options)
     _set_communication(model, state, experts, fp32_units, options)
     set_prefetch(layers, [*experts, *fp32_units], options.prefetch)
     setattr(model, HOST_MEMORY, options.cpu_offload)
@@ -120,6 +120,7 @@ def _make_units(
     layers: Sequence[nn.Module],
     experts: Sequence[nn.Module],
     fp32_units: Sequence[nn.Module],
+    fp32_beside: Sequence[nn.Parameter],
     options: ShardingOptions,
 ) -> None:
     """The modules that FSDP2 gathers and shards one at a time, innermost first."""
@@ -130,6 +131,7 @@ def _make_units(
         reshard_after_forward=options.reshard_after_forward,
         mp_policy=MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype),
         offload_policy=offload,
+        ignored_params=set(fp32_beside),
     )
     # Units inside a layer do not cast their inputs: the layer did, and upstream's code decides what it widens, routing
     # weights for example.
@@ -152,6 +154,7 @@ def _make_units(
     # The root has embeddings, final norm and head. Its forward spans the model, so resharding after it saves nothing, and a
     # fused loss may read the head's weight at any time.
     unit(model, reshard_after_forward=False)
+    fp32_parameters.add_groups(model, fp32_beside, fp32_policy)
 
 
 def _set_communication(
@@ -261,53 +264,6 @@ def _shares_nothing(layer: nn.Module, model: nn.Module) -> bool:
     uses = Counter(id(parameter) for _, parameter in layer.named_parameters(remove_duplicate=False))
     everywhere = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     return all(everywhere[parameter] == count for parameter, count in uses.items())
-
-
-# ------------------------------------------------------------------------------------- kept in fp32
-
-
-def kept_in_fp32(model: nn.Module, param_dtype: torch.dtype | None) -> list[nn.Module]:
-    """The modules whose parameters upstream keeps in fp32 while the others are `param_dtype`: routers, for example.
-
-    An FSDP2 unit has one dtype and is gathered when it is called. A parameter whose module has others that are not kept in
-    fp32, or that is read without calling its module (`self.conv1d.weight`), is used in `param_dtype`, with a warning; it is
-    stored and updated in fp32 either way.
-    """
-    names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if param_dtype == torch.float16:
-        names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    if not names or param_dtype in (None, torch.float32):
-        return []
-    pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in sorted(names)))
-    in_fp32 = {path for path, _ in model.named_parameters() if pattern.search(path)}
-    owners = dict.fromkeys(path.rpartition(".")[0] for path in sorted(in_fp32))
-    parameters_of = {
-        path: {f"{path}.{name}" for name, _ in model.get_submodule(path).named_parameters()} for path in owners
-    }
-    separable = {
-        path for path in owners if path and parameters_of[path] <= in_fp32 and not _is_read_from_outside(model, path)
-    }
-    mixed = sorted(path for path in in_fp32 if path.rpartition(".")[0] not in separable)
-    if mixed:
-        warnings.warn(
-            f"{type(model).__name__} keeps {mixed[:6]} in fp32, in modules whose other parameters are {param_dtype}, or "
-            f"that are read without being called: FSDP2 has one dtype per called module, so these are used in "
-            f"{param_dtype} (and stored in fp32).",
-            stacklevel=3,
-        )
-    inner = {path for path in separable if any(path.startswith(f"{outer}.") for outer in separable)}
-    return [model.get_submodule(path) for path in sorted(separable - inner)]
-
-
-def _is_read_from_outside(model: nn.Module, path: str) -> bool:
-    """Whether the parent of the module at `path` reads its parameters directly: `self.conv1d.weight`."""
-    owner, _, name = path.rpartition(".")
-    names = "|".join(re.escape(parameter) for parameter, _ in model.get_submodule(path).named_parameters())
-    try:
-        source = inspect.getsource(type(model.get_submodule(owner)))
-    except (OSError, TypeError):  # a class without a source file: assume it does
-        return True
-    return re.search(rf"\bself\.{re.escape(name)}\.({names})\b", source) is not None
 
 
 # -------------------------------------------------------------------------------------------- the experts

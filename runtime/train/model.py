@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
-from patchgen.runtime import attention, model_calls, parallel, registry, seams
+from patchgen.runtime import attention, kept_dtypes, model_calls, parallel, registry, seams
 from patchgen.runtime.checkpoint import load_pretrained
 from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.objectives import choose, encoder_decoder
@@ -165,7 +165,11 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     dtype = getattr(torch, recipe.model.dtype)
     with torch.device("meta"):
         model = head._from_config(config, attn_implementation=attention_names, dtype=dtype)
-    if separate := recipe.model.separate_documents or trains_encoder_decoder:
+    kept_dtypes.keep_in_fp32(model, dtype)
+    separate = recipe.model.separate_documents
+    if trains_encoder_decoder and not separate:
+        separate = True
+    if separate is not None:
         model_calls.separate_documents(model, separate)
     optimizers.freeze(model, recipe.model.freeze)
     if recipe.lora is None:

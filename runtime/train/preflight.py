@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 
-from patchgen.runtime import attention, attention_kinds, registry, seams
+from patchgen.runtime import attention, attention_kinds, model_calls, registry, seams
 from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.compatibility import ReleaseMismatch
@@ -100,10 +100,8 @@ def decide_trainable(recipe: Recipe) -> Recipe:
         raise RecipeError(f"model.source = '{recipe.model.source}': {decision.refusal}")
     separate = decision.separates_documents or recipe.model.separate_documents or False
     if separate and recipe.parallel.sp > 1:
-        raise RecipeError(
-            f"parallel.sp = {recipe.parallel.sp}: '{recipe.model.source}' takes no document bounds, so each packed document is "
-            "computed in its own row, and a slice of a packed row cannot be split into documents. Set parallel.sp: 1."
-        )
+        sp, name = recipe.parallel.sp, f"'{recipe.model.source}'"
+        raise RecipeError(f"parallel.sp = {sp}: {model_calls.no_slices(name, sp)} Set parallel.sp: 1.")
     # First ranks that share experts but no sequence: what they refuse is not due to parallel.sp.
     for key, shares_sequence in (("ep", False), ("sp", True)):
         size = getattr(recipe.parallel, key)

@@ -206,8 +206,7 @@ class ReferenceModel:
         )
         model.load_state_dict(self.correspondence.to_generated(self.model.state_dict()))
         switch_dropout_off(model)
-        if separates:
-            model_calls.separate_documents(model, separates)
+        model_calls.separate_documents(model, separates)  # not by an earlier proof
         return model
 
 

@@ -121,8 +121,7 @@ class Comparison:
     @functools.cached_property
     def generated(self) -> PreTrainedModel:
         model = self._generated(self.compared_attention, self.config)
-        if self.separates_documents:
-            model_calls.separate_documents(model, self.separates_documents)
+        model_calls.separate_documents(model, self.separates_documents)  # not by an earlier proof
         return model
 
     def with_separate_documents(self, how: DocumentSeparation = True) -> Comparison:
@@ -136,8 +135,7 @@ class Comparison:
         """Sets the seams of a run and its position function; returns what each kind of layer requires of its attention,
         found by running rows of the data pipeline with `config`."""
         model = self._generated(attention.ORDER[-1], config)
-        if self.separates_documents:
-            model_calls.separate_documents(model, self.separates_documents)
+        model_calls.separate_documents(model, self.separates_documents)  # not by an earlier proof
         finder = getattr(model, "get_position_id_func", None)
         self.positions = finder() if finder is not None else None
         self.seams = seams.for_training(report.seam_users(model), named_seams)

@@ -9,9 +9,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchgen.runtime import attention, rl, seams
+from patchgen.runtime import attention, registry, rl, seams
 from patchgen.runtime.checkpoint import stream_weights
+from patchgen.runtime.media_sizes import IMAGE
 from patchgen.runtime.parallel import sharding
+from patchgen.runtime.verify.media_samples import SampleBuilder
+from patchgen.runtime.verify.model_pair import build_model, perturb
+from patchgen.runtime.verify.small_config import small_config
 
 ROWS, LENGTH, STEPS = 8, 15, 2  # SP 2 has to pad
 TEMPERATURE, CLIP, MAX_NORM = 0.8, 0.2, 0.7
@@ -107,3 +111,54 @@ def nothing_changes(name: str) -> tuple[bool, bool, bool]:
     except ValueError as error:
         return done.taken, same, "batches is empty" in str(error)
     return done.taken, same, False
+
+
+# ----------------------------------------------------------------------------------- rows with images
+
+
+def image_rows(name: str):
+    """Upstream's model of a type that computes positions from images, and rows with some, padded left, without positions."""
+    found = registry.find_model(name)
+    upstream_class = getattr(found.upstream(), found.heads[0])
+    upstream = build_model(upstream_class, small_config(upstream_class.config_class).config).eval()
+    perturb(upstream)
+    builder = SampleBuilder(upstream)
+    item = builder.maker.item
+    rows = [builder.sample([5, item(IMAGE, 0), 3, item(IMAGE, 1), 2]), builder.sample([4, item(IMAGE, 2), 3])]
+    inputs = dict(builder.case("rows", rows).batch)
+    del inputs["labels"]
+    missing = (inputs["attention_mask"] == 0).sum(1).tolist()
+    for field in ("input_ids", "attention_mask", "mm_token_type_ids"):
+        inputs[field] = torch.stack([row.roll(n) for row, n in zip(inputs[field], missing, strict=True)])
+    return upstream, inputs
+
+
+def upstreams_image_log_probs(name: str) -> Tensor:
+    upstream, inputs = image_rows(name)
+    mask = inputs["attention_mask"]
+    with torch.no_grad():
+        chosen = upstream(**inputs, use_cache=False).logits[:, :-1].log_softmax(-1)
+    chosen = chosen.gather(2, inputs["input_ids"][:, 1:, None]).squeeze(2)
+    return F.pad(chosen.masked_fill(mask[:, 1:] * mask[:, :-1] == 0, 0), (1, 0))
+
+
+def image_log_probs(name: str, **layout: int) -> tuple[Tensor, Tensor]:
+    """`rl.log_probs` of these rows, and the values that `rl.update` hands to its loss."""
+    attention.register()
+    upstream, inputs = image_rows(name)
+    found = registry.find_model(name)
+    generated = getattr(found.load(), found.heads[0])
+    model = generated._from_config(upstream.config, attn_implementation="patchgen_sdpa", dtype=torch.float32)
+    model.load_state_dict(upstream.state_dict())
+    state = cases_sequence.state_of(**layout)
+    model = sharding.shard_model(model, state)
+    before = rl.log_probs(model, inputs, state)
+    seen: list[Tensor] = []
+
+    def loss_function(values: Tensor, _: None) -> Tensor:
+        seen.append(values.detach().clone())
+        return values.sum()
+
+    optimizer = torch.optim.SGD(sharding.optimizer_groups(model), lr=0.0)
+    rl.update(model, optimizer, [(inputs, None)], loss_function, state)
+    return before, seen[0]

@@ -49,3 +49,12 @@ def test_the_loss_of_routers_is_the_same_in_every_layout(one_rank, four_ranks):
 
 def test_a_step_that_is_not_finite_changes_nothing(two_ranks):
     assert two_ranks.run(cases.nothing_changes, "qwen3_moe") == [(False, True, True)] * 2
+
+
+@pytest.mark.parametrize("sp", [1, 2])
+def test_rows_with_images_have_upstreams_positions(two_ranks, sp):
+    """Nobody hands in positions: upstream computes them from the images and the padding, from full rows."""
+    expected = cases.upstreams_image_log_probs("qwen2_vl")
+    for before, during in two_ranks.run(cases.image_log_probs, "qwen2_vl", sp=sp):
+        require_equal_up_to_rounding(before, expected)
+        require_equal_up_to_rounding(during, expected)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.modeling_outputs import CausalLMOutput
 
-from patchgen.runtime import attention, model_calls, parallel
+from patchgen.runtime import attention, model_calls, parallel, registry
 from patchgen.runtime.document_rows import LEFT, DocumentRows
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.verify.model_pair import build_model, perturb
@@ -143,3 +143,54 @@ def test_a_model_that_looks_ahead_is_told_of_padding_before_its_tokens():
             model_calls.separate_documents(own, how)
             differences.append((own(**batch).logits - alone).abs().max() / alone.abs().max())
     assert differences[0] < ROUNDING < differences[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "built_by", "name_of_attention"),
+    [
+        ("deepseek_v4", "class", "patchgen_eager"),
+        ("deepseek_v4", "registry", "patchgen_eager"),
+        ("deepseek_v4", "registry", "eager"),
+        ("glm_moe_dsa", "class", "patchgen_sdpa"),
+    ],
+)
+def test_what_a_proof_says_of_documents_holds_without_a_recipe(name, built_by, name_of_attention):
+    """Other trainers call `slice_batch` and the model: packed rows have the logits of each document alone."""
+    attention.register()
+    config = small_config(name).config
+    make = registry.find_head(config)._from_config if built_by == "class" else registry.build_model
+    model = make(copy.deepcopy(config), attn_implementation=name_of_attention).eval()
+    perturb(model)
+    ids = torch.randint(3, 60, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    batch = slice_batch({"input_ids": ids, "position_ids": positions}, sp=1, sp_rank=0)
+    with torch.no_grad():
+        found = model(**batch, use_cache=False).logits
+        alone = [model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, dim=1)]
+    alone = torch.cat(alone, dim=1)
+    assert (found - alone).abs().max() < ROUNDING * alone.abs().max()
+
+
+def test_what_a_proof_says_of_documents_holds_on_slices():
+    """In the words of the recipe's refusal."""
+    attention.register()
+    model = registry.build_model(small_config("deepseek_v4").config, attn_implementation="patchgen_eager")
+    positions = torch.arange(16)[None] % 5
+    with fake_rank() as state, parallel.using(state):
+        batch = slice_batch({"input_ids": torch.ones_like(positions), "position_ids": positions}, sp=2, sp_rank=0)
+        with pytest.raises(ValueError) as refusal:
+            model(**batch)
+    assert str(refusal.value) == model_calls.no_slices("DeepseekV4ForCausalLM", 2)
+
+
+def test_a_decision_outweighs_the_proof():
+    """As a recipe with another attention may decide, or a proof that is being made."""
+    attention.register()
+    model = registry.build_model(small_config("deepseek_v4").config, attn_implementation="eager").eval()
+    ids, positions = torch.arange(3, 19)[None], torch.arange(16)[None] % 8
+    batch = slice_batch({"input_ids": ids, "position_ids": positions}, sp=1, sp_rank=0)
+    with torch.no_grad():
+        apart = model(**batch, use_cache=False).logits
+        model_calls.separate_documents(model, False)
+        together = model(**batch, use_cache=False).logits
+    assert not torch.allclose(apart, together, atol=1e-6)

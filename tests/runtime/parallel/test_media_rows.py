@@ -102,7 +102,7 @@ def test_grids_without_position_ids_are_refused():
     batch = {"input_ids": torch.ones(1, 8).long(), "image_grid_thw": torch.tensor([[1, 2, 2]])}
     with pytest.raises(ValueError, match=r"image or video grids and no position_ids"):
         slice_batch(batch, sp=2, sp_rank=0)
-    assert "position_ids" in slice_batch(batch, sp=1, sp_rank=0)
+    assert "position_ids" not in slice_batch(batch, sp=1, sp_rank=0)  # the model computes them
 
 
 @pytest.mark.parametrize("name", ["position_ids", "stacked_position_ids"])

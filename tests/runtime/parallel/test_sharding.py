@@ -1,5 +1,5 @@
-"""What is refused before anything is sharded, and what is chosen: layers, cuts of experts, repeats of key heads, what stays in
-fp32. No ranks needed."""
+"""What is refused before anything is sharded, and what is chosen: layers, cuts of experts, repeats of key heads. No ranks
+needed."""
 
 from __future__ import annotations
 
@@ -107,52 +107,3 @@ def test_key_heads_are_repeated_no_more_than_needed(query, key, size, repeats):
 def test_query_heads_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="Attention has 6 query heads, which sp=4 does not divide"):
         key_value_repeats(6, 2, 4, where="Attention")
-
-
-class _Gate(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2, 2))
-
-
-class _Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.sinks = nn.Parameter(torch.zeros(2))
-        self.q_proj = nn.Linear(2, 2)
-
-
-class _Kept(nn.Module):
-    _keep_in_fp32_modules_strict = ("gate.weight", "sinks")
-    _keep_in_fp32_modules = ("norm",)
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.attention, self.norm = _Gate(), _Attention(), nn.LayerNorm(2)
-
-
-class _Mixer(nn.Module):
-    _keep_in_fp32_modules_strict = ("conv1d",)
-
-    def __init__(self):
-        super().__init__()
-        self.conv1d = nn.Conv1d(2, 2, 3, groups=2)
-
-    def forward(self, x):
-        return nn.functional.conv1d(x, self.conv1d.weight, groups=2)
-
-
-def test_a_module_that_is_read_and_never_called_is_no_unit():
-    """FSDP2 gathers a unit when it is called: `self.conv1d.weight` would be a shard."""
-    with pytest.warns(UserWarning, match=r"'conv1d.weight'.*read without being called"):
-        assert sharding.kept_in_fp32(_Mixer(), torch.bfloat16) == []
-
-
-def test_modules_that_upstream_keeps_in_fp32():
-    """Strict names hold in bf16, all in fp16; a parameter in a module of two dtypes is named in a warning."""
-    model = _Kept()
-    assert sharding.kept_in_fp32(model, None) == sharding.kept_in_fp32(model, torch.float32) == []
-    with pytest.warns(UserWarning, match=r"keeps \['attention.sinks'\] in fp32.*torch.bfloat16"):
-        assert sharding.kept_in_fp32(model, torch.bfloat16) == [model.gate]
-    with pytest.warns(UserWarning, match=r"attention.sinks"):
-        assert sharding.kept_in_fp32(model, torch.float16) == [model.gate, model.norm]
