@@ -140,7 +140,8 @@ def require_fitting(tokenizer: Any, config: Any, source: str) -> None:
         examples = ", ".join(f"{token!r} = {outside[token]}" for token in sorted(outside, key=outside.__getitem__)[:3])
         raise RecipeError(
             f"The tokenizer of model.source = '{source}' has {len(tokenizer)} tokens, but the model has a vocab_size of "
-            f"{size}: {len(outside)} tokens have no embedding ({examples}). Use the tokenizer that belongs to the model."
+            f"{size}: {len(outside)} tokens have no embedding ({examples}). If tokens were added to it on purpose, set "
+            "model.resize_vocab: {}, which grows the model to the tokenizer; otherwise use the tokenizer that belongs to the model."
         )
 
 
