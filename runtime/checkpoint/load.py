@@ -161,6 +161,7 @@ def load_pretrained(
             fill_new_rows(state[name], num_stored)
     # nn.Module takes any attribute; its type says tensors and modules.
     model.checkpoint_origin = match.origin  # pyright: ignore[reportArgumentType]
+    model.grown_vocabulary = match.grown  # pyright: ignore[reportArgumentType]
     seconds = time.perf_counter() - started
     return LoadReport(
         directory, len(match.loaded_names), num_bytes, seconds, match.initialised, match.ignored, match.grown, new_rows
