@@ -177,9 +177,7 @@ def in_peft_layout(model: nn.Module) -> dict[str, Tensor]:
     state_dict = {}
     for path, module in model.named_modules():
         if isinstance(module, ExpertLora):
-            a, b = (
-                full_tensor(_weight(factors[ADAPTER_NAME]).detach()) for factors in (module.lora_A, module.lora_B)
-            )
+            a, b = (full_tensor(_weight(factors[ADAPTER_NAME]).detach()) for factors in (module.lora_A, module.lora_B))
             state_dict[f"{path}.lora_A.{ADAPTER_NAME}.weight"] = a.flatten(0, 1).cpu()
             state_dict[f"{path}.lora_B.{ADAPTER_NAME}.weight"] = b.permute(1, 2, 0).flatten(1, 2).cpu()
     return state_dict

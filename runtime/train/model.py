@@ -331,6 +331,9 @@ def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> S
         require_effective(recipe, model, load_report)
         if _is_first_rank():
             print(load_report, flush=True)  # reports what was initialised or left out
+            if (section := recipe.model.resize_vocab) and not load_report.grown:
+                size = model.config.get_text_config().vocab_size
+                print(f"model.resize_vocab: {vocabulary.summary(section, size, {})}", flush=True)
     return cast("ShardedModel", model)
 
 

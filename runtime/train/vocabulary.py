@@ -61,6 +61,19 @@ def _read_tokenizer(source: str) -> Any:
         ) from error
 
 
+def summary(section: ResizeVocabConfig, vocab_size: int, grown: Mapping[str, tuple[int, int]]) -> str:
+    """What becomes of the vocabulary, in one line.
+
+    Args:
+        vocab_size: of the model.
+        grown: name of each parameter with new rows -> its rows in the checkpoint and in the model.
+    """
+    if not grown:
+        return f"nothing grows: the weights have {vocab_size} rows, which are never cut"
+    parts = [f"{name} from {stored} to {rows} rows" for name, (stored, rows) in grown.items()]
+    return f"{', '.join(parts)}; new rows: {section.new_rows}"
+
+
 def require_distinct_rows(recipe: Recipe, model: PreTrainedModel, grown: Mapping[str, tuple[int, int]]) -> None:
     """Refuses new rows that are equal and stay so, as nothing trains them: the model could not tell the new tokens apart.
 

@@ -67,7 +67,9 @@ def values_of(folder: Path, run: Path, steps: int, **parallel) -> dict:
     )
 
 
-def test_a_run_with_new_tokens_is_the_same_on_two_ranks_resumes_and_exports(grown_folder, tmp_path, one_rank, two_ranks):
+def test_a_run_with_new_tokens_is_the_same_on_two_ranks_resumes_and_exports(
+    grown_folder, tmp_path, one_rank, two_ranks
+):
     alone, printed = one_rank.run(cases.train_and_print, values_of(grown_folder, tmp_path / "one", 4))[0]
     assert "model.embed_tokens.weight from 300 to 304 rows" in printed and "lm_head.weight from 300 to 304" in printed
     both = two_ranks.run(cases.train, values_of(grown_folder, tmp_path / "two", 2))[0][0]
@@ -84,7 +86,9 @@ def test_a_run_with_new_tokens_is_the_same_on_two_ranks_resumes_and_exports(grow
     assert not torch.equal(rows[300], rows[301]), "the new rows were trained, each by its own token"
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits
-    ours = one_rank.run(cases.logits_of, {**values_of(grown_folder, tmp_path / "three", 1), "model": {"source": str(export)}}, ids)
+    ours = one_rank.run(
+        cases.logits_of, {**values_of(grown_folder, tmp_path / "three", 1), "model": {"source": str(export)}}, ids
+    )
     assert logits.shape[-1] == 304
     require_equal_up_to_rounding(ours[0], logits)
 
