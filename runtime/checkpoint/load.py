@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,9 +26,10 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.file_reader import STAGING_BYTES, FileReader
 from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name
 from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, Leaf, Region, leaf, leaves, plan_reads
+from patchgen.runtime.checkpoint.load_report import LoadReport
 from patchgen.runtime.checkpoint.model_files import read_config
 from patchgen.runtime.checkpoint.placement import device_of, is_replicated, local_tensor, run_on_all_ranks
-from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor, read_folder
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor, read_folder, unread_files
 from patchgen.runtime.checkpoint.vocabulary import (
     NewRows,
     fill_new_rows,
@@ -53,51 +54,6 @@ SMALL_TENSOR_BYTES = 1 << 20
 """Bytes up to which it does not matter that every rank reads the same tensor from disk."""
 COMPUTED_BUFFER_SUFFIXES = (".rotary_emb.inv_freq",)
 """Ends of the keys of buffers that old checkpoints contain; transformers computes them, and ignores the keys."""
-
-
-NEW_ROWS_TEXT: dict[NewRows, str] = {"mean": "the mean of the others", "random": "random (upstream's initial values)"}
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What a load did on this rank.
-
-    Attributes:
-        num_tensors: parameters and buffers that were filled from the checkpoint, tied ones once.
-        num_bytes: bytes that this rank read.
-        initialised: names that the checkpoint lacks, as `allow_missing` or upstream allows: they have upstream's initial
-            values, the same on any number of ranks.
-        ignored: keys that upstream's class or `allow_unexpected` ignores.
-        grown: name of each parameter with more rows than in the checkpoint -> its rows there and in the model.
-        new_rows: what the new rows of those are.
-    """
-
-    directory: Path
-    num_tensors: int
-    num_bytes: int
-    seconds: float
-    initialised: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
-    grown: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    new_rows: NewRows | None = None
-
-    def __str__(self) -> str:
-        gigabytes = self.num_bytes / 1e9
-        lines = [
-            f"{self.num_tensors} tensors from {self.directory}: {gigabytes:.2f} GB in {self.seconds:.1f} s "
-            f"({gigabytes / max(self.seconds, 1e-9):.2f} GB/s) on this rank"
-        ]
-        for what, names in (
-            ("initialised, not loaded", self.initialised),
-            ("ignored, by upstream or by the recipe (model.ignore_keys)", self.ignored),
-            (
-                f"vocabulary grown, new rows are {NEW_ROWS_TEXT[self.new_rows or 'mean']}",
-                [f"{name} from {stored} to {rows} rows" for name, (stored, rows) in self.grown.items()],
-            ),
-        ):
-            if names:
-                lines.append(f"  {what}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if names[8:] else ''}")
-        return "\n".join(lines)
 
 
 @torch.no_grad()
@@ -164,7 +120,15 @@ def load_pretrained(
     model.grown_vocabulary = match.grown  # pyright: ignore[reportArgumentType]
     seconds = time.perf_counter() - started
     return LoadReport(
-        directory, len(match.loaded_names), num_bytes, seconds, match.initialised, match.ignored, match.grown, new_rows
+        directory,
+        len(match.loaded_names),
+        num_bytes,
+        seconds,
+        match.initialised,
+        match.ignored,
+        match.grown,
+        new_rows,
+        tuple(unread_files(directory)),
     )
 
 

@@ -25,7 +25,7 @@ from patchgen.runtime.objectives.heads import TaskHead, UnknownHeadError, head_o
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.parts import part_files
-from patchgen.runtime.train import architecture, attention_choice, lora_targets, optimizers, overrides, vocabulary
+from patchgen.runtime.train import architecture, attention_choice, lora_targets, optimizers, overrides, resize_vocab
 from patchgen.runtime.train.recipe import KernelsConfig, ModelConfig, ParallelSection, Recipe, RecipeError
 from patchgen.runtime.train.weight_sources import find_weights, is_model_type, weights_folder
 from patchgen.runtime.verify import head_kinds
@@ -49,7 +49,7 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
     """
     config = _read_overridden_config(model)
     if model.resize_vocab is not None:
-        vocabulary.resize(config, model, model.resize_vocab)
+        resize_vocab.resize(config, model, model.resize_vocab)
     return config
 
 
@@ -333,7 +333,7 @@ def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> S
             print(load_report, flush=True)  # reports what was initialised or left out
             if (section := recipe.model.resize_vocab) and not load_report.grown:
                 size = model.config.get_text_config().vocab_size
-                print(f"model.resize_vocab: {vocabulary.summary(section, size, {})}", flush=True)
+                print(f"model.resize_vocab: {resize_vocab.summary(section, size, {})}", flush=True)
     return cast("ShardedModel", model)
 
 
@@ -366,7 +366,7 @@ def require_effective(recipe: Recipe, model: PreTrainedModel, loaded: LoadReport
                 f"model.ignore_keys: {pattern!r} matches no key of the checkpoint that the model does not use. Remove or correct "
                 "it."
             )
-    vocabulary.require_distinct_rows(recipe, model, loaded.grown)
+    resize_vocab.require_distinct_rows(recipe, model, loaded.grown)
 
 
 def needs_all_weights(recipe: Recipe, model: nn.Module) -> bool:

@@ -23,9 +23,9 @@ from patchgen.runtime.train import (
     lora_targets,
     memory,
     optimizers,
+    resize_vocab,
     run_lock,
     run_log,
-    vocabulary,
 )
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import micro_batches_per_step
@@ -165,4 +165,4 @@ def _vocabulary(recipe: Recipe, model: PreTrainedModel) -> str:
     if section is None or not isinstance(weights, Path):
         return ""
     match = match_checkpoint(model, weights, **models.allowed_differences(recipe, model))
-    return vocabulary.summary(section, model.config.get_text_config().vocab_size, match.grown)
+    return resize_vocab.summary(section, model.config.get_text_config().vocab_size, match.grown)

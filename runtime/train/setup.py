@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import socket
 import time
@@ -19,7 +18,7 @@ from torch.profiler import profile, schedule, tensorboard_trace_handler
 from patchgen.runtime import random_state
 from patchgen.runtime.attention_kinds import configs_of
 from patchgen.runtime.checkpoint import export_pretrained
-from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, INDEX, SINGLE
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, weight_file_names
 from patchgen.runtime.data import DataConfig, Loader, build_loader, train_tokenizer
 from patchgen.runtime.data.literals import added_tokens, not_for_training
 from patchgen.runtime.data.text import digest
@@ -288,8 +287,7 @@ def export(recipe: Recipe, model, parts: DataParts) -> Path:
 
 def is_complete(export: Path) -> bool:
     """Whether a folder has all files of an exported model or adapter."""
-    index = export / INDEX
-    files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else {SINGLE}
+    files = set(weight_file_names(export))
     adapter = {"adapter_model.safetensors", "adapter_config.json"}
     present = {file.name for file in export.glob("*")}
     return INCOMPLETE not in present and (files | {CONFIG} <= present or adapter <= present)
