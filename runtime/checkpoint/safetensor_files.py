@@ -167,7 +167,8 @@ def _other_files(directory: Path) -> list[str]:
     if pickled := [name for name in PICKLED if (directory / name).is_file()]:
         raise CheckpointError(
             f"{directory} has neither {SINGLE} nor {INDEX}, so transformers reads its weights from {pickled[0]} and not from "
-            f"{names[0]}. That is a pickle, which could run code, and is not read here. To fix: load it with transformers and write it with save_pretrained."
+            f"{names[0]}. That is a pickle, which could run code, and is not read here. To fix: load it with transformers, and "
+            "write it with save_pretrained."
         )
     return names
 

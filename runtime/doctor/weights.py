@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +46,7 @@ class Weights(Check):
             return failed(str(error), _advice(patient, str(error)))
         folder = models.weights_folder(patient.recipe.model)
         assert folder is not None, "patient.checkpoint is not None"
-        for problem, advice in (*_rounded_weights(patient, folder), *_untrained_tokens(patient, model)):
+        for problem, advice in (*_rounded_weights(patient, folder), *_untrained_tokens(patient, model, grown)):
             return failed(problem, advice)
         new = [f"{name} grows from {stored} to {rows} rows" for name, (stored, rows) in grown.items()]
         tied = "tied to the embeddings" if _is_tied(model) else "a matrix of its own"
@@ -99,10 +99,6 @@ def _is_head(patient: Patient, parameter: nn.Parameter) -> bool:
     return head is not None and parameter is head.weight
 
 
-def _is_input(patient: Patient, name: str) -> bool:
-    return patient.blueprint.get_parameter(name) is patient.blueprint.get_input_embeddings().weight
-
-
 def _rounded_weights(patient: Patient, folder: Path) -> Iterator[tuple[str, str]]:
     """Weights and buffers that the checkpoint stores in float32 beside 16-bit ones, and the recipe rounds."""
     stored, state = read_folder(folder), patient.blueprint.state_dict()
@@ -135,8 +131,14 @@ def _rounded_weights(patient: Patient, folder: Path) -> Iterator[tuple[str, str]
 
 
 @torch.no_grad()
-def _untrained_tokens(patient: Patient, model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """Tokens of the data with untrained embeddings: rows that are zero, or equal to others."""
+def _untrained_tokens(
+    patient: Patient, model: PreTrainedModel, grown: Mapping[str, tuple[int, int]]
+) -> Iterator[tuple[str, str]]:
+    """Tokens of the data with untrained embeddings: rows that are zero, or equal to others, and that are not new.
+
+    Args:
+        grown: name of each parameter with new rows -> its rows in the checkpoint and in the model.
+    """
     try:
         ids = sorted({token for sample in patient.samples for token in sample.ids})
     except MissingPart:  # reported by the check `data`
@@ -144,7 +146,7 @@ def _untrained_tokens(patient: Patient, model: PreTrainedModel) -> Iterator[tupl
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, torch.Tensor), "embeddings are a table"
     placeholders = placeholder_ids(patient.config)
-    stored = next((patient.grown[name][0] for name in patient.grown if _is_input(patient, name)), weight.shape[0])
+    stored = next((rows[0] for name, rows in grown.items() if model.get_parameter(name) is weight), weight.shape[0])
     used = [
         token for token in ids if token < stored and token not in placeholders
     ]  # new rows are equal until they train

@@ -370,10 +370,9 @@ def require_effective(recipe: Recipe, model: PreTrainedModel, loaded: LoadReport
 
 
 def needs_all_weights(recipe: Recipe, model: nn.Module) -> bool:
-    """Whether all weights must come from a checkpoint: one is given, and none of the model's weights may be missing, nor rows of
-    them."""
-    allowed = allowed_differences(recipe, model)
-    return find_weights(recipe.model) is not None and not (allowed["allow_missing"] or allowed["new_rows"])
+    """Whether all weights must come from a checkpoint: one is given, and none of the model's weights may be missing. Rows of new
+    tokens (`model.resize_vocab`) do not count."""
+    return find_weights(recipe.model) is not None and not allowed_differences(recipe, model)["allow_missing"]
 
 
 def weight_names(model: nn.Module) -> list[str]:

@@ -73,7 +73,7 @@ def since(recipe: Recipe, step: int | None = None) -> Changes:
     if step is None:
         return Changes(recipe.directory)
     folder = saved_steps.folder_of(step)
-    before, now = _read(folder / RECIPE_FILE), flatten(to_dict(recipe))
+    before, now = read_saved(folder / RECIPE_FILE), flatten(to_dict(recipe))
     if before is None:
         return Changes(recipe.directory, step, folder.name)
     keys = [key for key in before | now if before.get(key) != now.get(key)]
@@ -86,7 +86,7 @@ def require_resumable(recipe: Recipe) -> None:
     since(recipe).require_resumable()
 
 
-def _read(file: Path) -> dict[str, Any] | None:
+def read_saved(file: Path) -> dict[str, Any] | None:
     """A checkpoint's recipe with dotted keys; None if it cannot be read: loading verifies the checkpoint, and reports that."""
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))

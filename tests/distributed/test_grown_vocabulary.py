@@ -13,6 +13,9 @@ import torch
 from rounding import require_equal_up_to_rounding
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from patchgen import cli
 
 STORED, ROWS = 300, 320
 NEW_TOKENS = ["<|new a|>", "<|new b|>", "<|new c|>"]
@@ -91,6 +94,21 @@ def test_a_run_with_new_tokens_is_the_same_on_two_ranks_resumes_and_exports(
     )
     assert logits.shape[-1] == 304
     require_equal_up_to_rounding(ours[0], logits)
+
+
+def test_config_and_tokenizer_in_one_folder_and_weights_in_another(trainer_folder, grown_folder, tmp_path, one_rank):
+    """The weights stay as they were downloaded, with their smaller tokenizer; both exports have that of the run."""
+    (source := tmp_path / "source").mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(grown_folder / "start" / name, source)
+    values = values_of(grown_folder, tmp_path / "run", 1)
+    values["model"] |= {"source": str(source), "weights": str(trainer_folder / "start")}
+    one_rank.run(cases.train, values)
+    done = CliRunner().invoke(cli.app, ["export", str(tmp_path / "run"), "--output", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    for export in (tmp_path / "run" / "export", tmp_path / "out"):
+        assert len(AutoTokenizer.from_pretrained(export)) == 303
+        assert AutoModelForCausalLM.from_pretrained(export).config.vocab_size == 304
 
 
 def test_another_vocabulary_is_not_resumed(grown_folder, tmp_path, one_rank):

@@ -107,7 +107,7 @@ def test_a_dry_run_counts_the_new_rows_and_tells_them(folder):
     ]
     assert sizes[1].parameters - sizes[0].parameters == 2 * 10 * SMALL["hidden_size"] * 4
     assert sizes[1].logits - sizes[0].logits == 32 * 10 * 8
-    assert first_loss.expected(recipe, blueprint) == first_loss.Expected(128, None, is_trained=False)
+    assert first_loss.expected(recipe, blueprint) == first_loss.Expected(128, None, is_trained=True)
     assert "nothing grows: the weights have 120 rows" in run_plan.describe(
         *(lambda same: (same, model.build_on_meta(same), 1))(recipe_of(folder, {"to": ROWS}))
     )
