@@ -176,6 +176,8 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     dtype = getattr(torch, recipe.model.dtype)
     with torch.device("meta"):
         model = head._from_config(config, attn_implementation=attention_names, dtype=dtype)
+    if recipe.model.resize_vocab is not None:
+        resize_vocab.require_resized(model)
     if separate := recipe.model.separate_documents or trains_encoder_decoder:
         model_calls.separate_documents(model, separate)
     optimizers.freeze(model, recipe.model.freeze)

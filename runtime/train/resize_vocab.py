@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from patchgen.runtime.checkpoint.vocabulary import vocabulary_names
 from patchgen.runtime.train.recipe import ModelConfig, Recipe, RecipeError
 from patchgen.runtime.train.sections import ResizeVocabConfig
 from patchgen.runtime.train.weight_sources import is_model_type
@@ -23,10 +24,14 @@ def resize(config: PreTrainedConfig, model: ModelConfig, section: ResizeVocabCon
     """Sets the vocab_size of the language model's config, which may be nested, as `section` says.
 
     Raises:
-        RecipeError: the size is smaller than that of the config, or there is no tokenizer that gives it.
+        RecipeError: the size is smaller than that of the config, there is no tokenizer that gives it, or the config has none.
     """
     text: Any = config.get_text_config()
-    current = text.vocab_size
+    current = getattr(text, "vocab_size", None)
+    if current is None:
+        raise RecipeError(
+            f"model.resize_vocab: {type(text).__name__} has no vocab_size that could grow. Remove model.resize_vocab."
+        )
     if section.to == "tokenizer":
         wanted = max(current, num_ids(_read_tokenizer(model.source)))
     elif section.to < current:
@@ -37,6 +42,21 @@ def resize(config: PreTrainedConfig, model: ModelConfig, section: ResizeVocabCon
     else:
         wanted = section.to
     text.vocab_size = -(-wanted // section.multiple_of) * section.multiple_of
+
+
+def require_resized(model: PreTrainedModel) -> None:
+    """Refuses a model with embeddings or a head of another size than its config's vocab_size: they are sized by something else.
+
+    Raises:
+        RecipeError: with the shape.
+    """
+    size = model.config.get_text_config().vocab_size
+    for name in sorted(vocabulary_names(model)):
+        if (rows := model.get_parameter(name).shape[0]) != size:
+            raise RecipeError(
+                f"model.resize_vocab: {name} has {rows} rows, and the config's vocab_size is {size}: it does not size this model's "
+                "vocabulary. To fix: set the fields that do in model.overrides, and remove model.resize_vocab."
+            )
 
 
 def num_ids(tokenizer: Any) -> int:

@@ -23,13 +23,12 @@ NEW_TOKENS = ["<|new a|>", "<|new b|>", "<|new c|>"]
 
 @pytest.mark.parametrize("new_rows", ["mean", "random"])
 def test_new_rows_are_the_same_bit_for_bit_in_every_layout(new_rows, trainer_folder, tmp_path, one_rank, four_ranks):
-    """The regions of four ranks: old rows, old and new ones, and, with 80 rows each, two replicas of halves."""
+    """The last of four ranks holds old and new rows; the two replicas of halves must not count a row twice."""
     source, exports = str(trainer_folder / "start"), []
     for ranks, name, layout in (
         (one_rank, "one", {}),
         (four_ranks, "four", {}),
-        (four_ranks, "replicas", {"dp_replicate": 2}),
-        (four_ranks, "experts", {"ep": 2, "sp": 2}),
+        (four_ranks, "replicas", {"dp_replicate": 2, "ep": 2, "sp": 2}),
     ):
         options = (source, str(tmp_path / name), ROWS, new_rows, layout)
         figures = ranks.run(cases_checkpoints.grown_export, *options)

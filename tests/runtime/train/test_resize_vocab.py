@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from patchgen.runtime import attention, registry
 from patchgen.runtime.checkpoint import CheckpointError, load_pretrained
 from patchgen.runtime.checkpoint.vocabulary import vocabulary_names
-from patchgen.runtime.train import checks, first_loss, memory, model, run_plan, setup
+from patchgen.runtime.train import checks, first_loss, memory, model, resize_vocab, run_plan, setup
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 from patchgen.runtime.verify.small_config import small_config
 
@@ -42,9 +42,9 @@ def folder(tmp_path_factory):
     return place
 
 
-def recipe_of(folder, resize_vocab=None, **sections):
+def recipe_of(folder, section=None, **sections):
     data = {"sources": [{"path": str(folder / "text.jsonl")}], "tokens_per_batch": 32}
-    values = {"model": {"source": str(folder), "resize_vocab": resize_vocab}, "data": data}
+    values = {"model": {"source": str(folder), "resize_vocab": section}, "data": data}
     for name, fields in sections.items():
         values[name] = {**values.get(name, {}), **fields}
     return from_dict(values)
@@ -160,6 +160,14 @@ def test_a_nested_vocabulary_grows_and_image_tokens_stay(tmp_path):
     weight = built.get_input_embeddings().weight
     torch.testing.assert_close(weight[size:], weight[:size].mean(0).expand(3, -1))
     assert "language_model.embed_tokens.weight" in str(report)
+
+
+def test_embeddings_that_the_vocab_size_does_not_size_are_refused(folder):
+    blueprint = model.build_on_meta(recipe_of(folder, {}))
+    resize_vocab.require_resized(blueprint)
+    blueprint.config.vocab_size = TOKENS + 1
+    with pytest.raises(RecipeError, match=r"lm_head\.weight has 125 rows.*vocab_size is 126: it does not size"):
+        resize_vocab.require_resized(blueprint)
 
 
 def test_keys_of_another_head_are_left_out_by_the_recipe_and_told(folder, tmp_path):
