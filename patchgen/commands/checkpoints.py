@@ -35,10 +35,22 @@ def export(
         from patchgen.runtime import checkpoint
 
         register(code, generated)
+        source = source or _tokenizer_folder(run, step)
         folder = checkpoint.export_run(
             run, output, step=step, layout=layout, dtype=_dtype(dtype), source=source, trained_only=trained_only
         )
     print(f"{folder} -> {output}")
+
+
+def _tokenizer_folder(run: Path, step: int | None) -> Path | None:
+    """The `model.source` of a run whose weights came from another folder (`model.weights`), which may have another tokenizer;
+    None: they came from the same, or it is gone."""
+    from patchgen.runtime.checkpoint import offline
+    from patchgen.runtime.train import resume_changes
+
+    recipe = resume_changes.read_saved(offline.find_checkpoint(run, step) / resume_changes.RECIPE_FILE) or {}
+    source = Path(str(recipe.get("model.source")))
+    return source if recipe.get("model.weights", "auto") != "auto" and source.is_dir() else None
 
 
 def merge(

@@ -23,7 +23,8 @@ manifest.py, saved_steps.py, small_files.py, tensor_index.py   the files that tr
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.export import export_pretrained
 from patchgen.runtime.checkpoint.layout import LAYOUTS
-from patchgen.runtime.checkpoint.load import LoadReport, load_pretrained
+from patchgen.runtime.checkpoint.load import load_pretrained
+from patchgen.runtime.checkpoint.load_report import LoadReport
 from patchgen.runtime.checkpoint.merge import merge_adapter
 from patchgen.runtime.checkpoint.offline import convert, export_run, fingerprint
 from patchgen.runtime.checkpoint.train_state import Checkpointer

@@ -28,6 +28,7 @@ from patchgen.runtime.checkpoint.load import (
 from patchgen.runtime.checkpoint.offline import are_equal
 from patchgen.runtime.checkpoint.safetensor_files import read_folder
 from patchgen.runtime.checkpoint.untrained_part import CopiedTensor, find_untrained_part
+from patchgen.runtime.checkpoint.vocabulary import NewRows, fill_new_rows
 
 
 class IncrementalLoader:
@@ -35,7 +36,7 @@ class IncrementalLoader:
 
     Args:
         model: on any device, not sharded; its `checkpoint_origin` is set.
-        directory, allow_missing, allow_unexpected, seed: as in `load_pretrained`.
+        directory, allow_missing, allow_unexpected, new_rows, seed: as in `load_pretrained`.
 
     Raises:
         CheckpointError: where `load_pretrained` raises it before it reads weights.
@@ -48,10 +49,11 @@ class IncrementalLoader:
         *,
         allow_missing: Sequence[str] = (),
         allow_unexpected: Sequence[str] = (),
+        new_rows: NewRows | None = None,
         seed: int = 0,
     ) -> None:
-        self.model, self.directory, self.seed = model, Path(directory), seed
-        self._match = match_checkpoint(model, self.directory, allow_missing, allow_unexpected)
+        self.model, self.directory, self.new_rows, self.seed = model, Path(directory), new_rows, seed
+        self._match = match_checkpoint(model, self.directory, allow_missing, allow_unexpected, new_rows)
         self._may_be_infinite = keys_of_buffers(model, self._match.lazy_tensors)
         # nn.Module takes any attribute; its type says tensors and modules.
         model.checkpoint_origin = self._match.origin  # pyright: ignore[reportArgumentType]
@@ -64,11 +66,15 @@ class IncrementalLoader:
             CheckpointError: naming file and key of a tensor that cannot be read or has NaN, or of tied copies that differ.
         """
         match = self._match
-        initialise(self.model, [name for name in match.initialised if name in tensors], seed=self.seed)
+        grown = {name: num_stored for name, (num_stored, _) in match.grown.items() if name in tensors}
+        initialised = [name for name in match.initialised if name in tensors]
+        initialise(self.model, [*initialised, *(grown if self.new_rows == "random" else ())], seed=self.seed)
         with FileReader(may_be_infinite=self._may_be_infinite) as reader:
             problems = fill_tensors(reader, match, tensors)
         if problems:
             raise CheckpointError(f"{self.directory} cannot be loaded:", problems)
+        for name, num_stored in grown.items() if self.new_rows == "mean" else ():
+            fill_new_rows(tensors[name], num_stored)
 
     def export_differences(self) -> Iterator[str]:
         """How an export of these weights would differ from the checkpoint, a sentence per tensor.

@@ -43,6 +43,7 @@ from transformers.core_model_loading import (
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, UnsupportedOperation, is_permuted
+from patchgen.runtime.checkpoint.vocabulary import has_fewer_rows
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -135,12 +136,13 @@ def conversions(model: PreTrainedModel, *, legacy: bool) -> list[WeightTransform
         return get_model_conversion_mapping(model, add_legacy=legacy)
 
 
-def assemble(model: PreTrainedModel, stored: Mapping[str, LazyTensor]) -> Assembly:
+def assemble(model: PreTrainedModel, stored: Mapping[str, LazyTensor], *, may_grow: Collection[str] = ()) -> Assembly:
     """How the tensors of a checkpoint make up the parameters and persistent buffers of `model`.
 
     Args:
         model: on any device, sharded or not.
         stored: key in the checkpoint -> tensor of its shape and dtype.
+        may_grow: names of parameters that may have fewer rows in the checkpoint.
     """
     state = model.state_dict()
     transforms = conversions(model, legacy=True)
@@ -190,7 +192,7 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, LazyTensor]) -> Assemb
             found.parameters[target] = tensor[0] if isinstance(tensor, list) else tensor
             found.sources[target] = keys
     for name, tensor in found.parameters.items():
-        if name in state:
+        if name in state and not (name in may_grow and has_fewer_rows(tensor.shape, state[name].shape)):
             _check_shape(found, name, tensor, state[name].shape)
     _transpose_squares(found, stored)
     return found

@@ -28,15 +28,18 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.file_reader import STAGING_BYTES, FileReader
 from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name
 from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, Leaf, Region, leaf, leaves, plan_reads
+from patchgen.runtime.checkpoint.load_report import LoadReport
 from patchgen.runtime.checkpoint.model_files import read_config
-from patchgen.runtime.checkpoint.placement import (
-    device_of,
-    is_replicated,
-    local_region,
-    local_tensor,
-    run_on_all_ranks,
+from patchgen.runtime.checkpoint.placement import device_of, is_replicated, local_tensor, run_on_all_ranks
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor, read_folder, unread_files
+from patchgen.runtime.checkpoint.vocabulary import (
+    NewRows,
+    fill_new_rows,
+    growth_advice,
+    has_fewer_rows,
+    stored_part,
+    vocabulary_names,
 )
-from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor, read_folder
 from patchgen.runtime.parallel import sharding
 
 NUM_THREADS = 4
@@ -55,40 +58,6 @@ COMPUTED_BUFFER_SUFFIXES = (".rotary_emb.inv_freq",)
 """Ends of the keys of buffers that old checkpoints contain; transformers computes them, and ignores the keys."""
 
 
-@dataclass(frozen=True)
-class LoadReport:
-    """What a load did on this rank.
-
-    Attributes:
-        num_tensors: parameters and buffers that were filled from the checkpoint, tied ones once.
-        num_bytes: bytes that this rank read.
-        initialised: names that the checkpoint lacks, as `allow_missing` or upstream allows: they have upstream's initial
-            values, the same on any number of ranks.
-        ignored: keys that upstream's class or `allow_unexpected` ignores.
-    """
-
-    directory: Path
-    num_tensors: int
-    num_bytes: int
-    seconds: float
-    initialised: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        gigabytes = self.num_bytes / 1e9
-        lines = [
-            f"{self.num_tensors} tensors from {self.directory}: {gigabytes:.2f} GB in {self.seconds:.1f} s "
-            f"({gigabytes / max(self.seconds, 1e-9):.2f} GB/s) on this rank"
-        ]
-        for what, names in (
-            ("initialised, not loaded", self.initialised),
-            ("ignored, by upstream or allow_unexpected", self.ignored),
-        ):
-            if names:
-                lines.append(f"  {what}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if names[8:] else ''}")
-        return "\n".join(lines)
-
-
 @torch.no_grad()
 def load_pretrained(
     model: PreTrainedModel,
@@ -96,6 +65,7 @@ def load_pretrained(
     *,
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
+    new_rows: NewRows | None = None,
     seed: int = 0,
 ) -> LoadReport:
     """Fills the parameters and buffers of `model`, in place and in their own dtypes. Collective.
@@ -108,6 +78,9 @@ def load_pretrained(
         directory: safetensors files with or without an index, and `config.json`.
         allow_missing: patterns (`lm_head.*`) of names that the checkpoint may lack: these are initialised.
         allow_unexpected: patterns of keys that the checkpoint may have and the model does not use.
+        new_rows: what the rows of embeddings and head are that the checkpoint lacks: "mean" of its rows, computed in fp64 from
+            them in the model's dtype, or "random", upstream's initial values; both are the same on any number of ranks. None:
+            a smaller vocabulary in the checkpoint is an error. One that is larger always is.
         seed: of the initial values.
 
     Raises:
@@ -120,7 +93,7 @@ def load_pretrained(
     directory = Path(directory)
     # Ranks may see different files: on local disks, or on a network disk with stale caches.
     match = run_on_all_ranks(
-        lambda: match_checkpoint(model, directory, allow_missing, allow_unexpected),
+        lambda: match_checkpoint(model, directory, allow_missing, allow_unexpected, new_rows),
         f"{directory} cannot be loaded; nothing was changed in the model:",
     )
     failure = f"{directory} cannot be loaded; the model is not usable:"
@@ -132,6 +105,8 @@ def load_pretrained(
             sharding.materialise(model, device_of(model.parameters(), otherwise=torch.device("cpu")))
         state = model.state_dict()
         initialise.initialise(model, match.initialised, seed=seed)
+        if new_rows == "random":  # all rows: the checkpoint's are read over them
+            initialise.initialise(model, list(match.grown), seed=seed)
         with FileReader(
             keeps_pages=_should_stay_cached(match.num_bytes, state),
             may_be_infinite=keys_of_buffers(model, match.lazy_tensors),
@@ -142,10 +117,25 @@ def load_pretrained(
             return reader.bytes_read
 
     num_bytes = run_on_all_ranks(fill, failure)
+    if new_rows == "mean":
+        state = model.state_dict()
+        for name, (num_stored, _) in match.grown.items():
+            fill_new_rows(state[name], num_stored)
     # nn.Module takes any attribute; its type says tensors and modules.
     model.checkpoint_origin = match.origin  # pyright: ignore[reportArgumentType]
+    model.grown_vocabulary = match.grown  # pyright: ignore[reportArgumentType]
     seconds = time.perf_counter() - started
-    return LoadReport(directory, len(match.loaded_names), num_bytes, seconds, match.initialised, match.ignored)
+    return LoadReport(
+        directory,
+        len(match.loaded_names),
+        num_bytes,
+        seconds,
+        match.initialised,
+        match.ignored,
+        match.grown,
+        new_rows,
+        tuple(unread_files(directory)),
+    )
 
 
 @dataclass(frozen=True)
@@ -158,7 +148,7 @@ class CheckpointMatch:
         lazy_tensors: name in the state dict -> how the parameter or buffer is built from the checkpoint's tensors.
         loaded_names: first name -> the name that the tensor is loaded from, one that the checkpoint has.
         copies: (further name that the checkpoint has, first name).
-        initialised, ignored: as in `LoadReport`.
+        initialised, ignored, grown: as in `LoadReport`; of a tied parameter, its first name.
         origin: the checkpoint's folder and layout, which an export of the model follows.
         num_bytes: of all tensors of the checkpoint.
     """
@@ -170,6 +160,7 @@ class CheckpointMatch:
     ignored: tuple[str, ...]
     origin: Origin
     num_bytes: int
+    grown: dict[str, tuple[int, int]]
 
 
 def match_checkpoint(
@@ -177,6 +168,7 @@ def match_checkpoint(
     directory: str | Path,
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
+    new_rows: NewRows | None = None,
 ) -> CheckpointMatch:
     """Reads only the headers of a checkpoint, and matches its keys with the model, which may be on the meta device.
 
@@ -186,7 +178,7 @@ def match_checkpoint(
     directory = Path(directory)
     require_loadable_config(model, directory)
     stored = read_folder(directory)
-    assembly = assemble(model, stored_leaves(stored))
+    assembly = assemble(model, stored_leaves(stored), may_grow=vocabulary_names(model) if new_rows else ())
     state = model.state_dict()
     # A tied tensor is loaded from one of its names; other copies in the checkpoint must be equal.
     first_names = {name: group[0] for group in tied_groups(model) for name in group}
@@ -216,16 +208,19 @@ def match_checkpoint(
         raise CheckpointError(
             f"{directory} does not fit {class_name(model)}:",
             problems,
-            advice="To fix: model.allow_missing (train --allow-missing PATTERN) initialises new parameters. Only "
-            "Python can ignore keys: load_pretrained(..., allow_unexpected=[PATTERN]).",
+            advice=growth_advice(model, {name: lazy.shape for name, lazy in assembly.parameters.items()}, new_rows)
+            or "To fix: model.allow_missing (train --allow-missing PATTERN) initialises new parameters, and model.ignore_keys: "
+            "[PATTERN] leaves out keys of the checkpoint (in Python load_pretrained(..., allow_unexpected=[PATTERN])).",
         )
     problems = integer_weight_problems(state, assembly.parameters, stored)
     if problems:
         raise CheckpointError(f"{directory} does not fit {class_name(model)}:", problems)
     origin = Origin.of(directory.absolute(), {key: tensor.shape for key, tensor in stored.items()})
     num_bytes = sum(tensor.num_bytes for tensor in stored.values())
+    rows = {first: (assembly.parameters[name].shape, state[first].shape) for first, name in loaded_names.items()}
+    grown = {name: (own[0], new[0]) for name, (own, new) in rows.items() if has_fewer_rows(own, new)}
     return CheckpointMatch(
-        assembly.parameters, loaded_names, copies, tuple(initialised), tuple(sorted(ignored)), origin, num_bytes
+        assembly.parameters, loaded_names, copies, tuple(initialised), tuple(sorted(ignored)), origin, num_bytes, grown
     )
 
 
@@ -371,9 +366,8 @@ def _fill(
     }
     reads, names_read_through_scratch = [], []
     for name, lazy in lazy_tensors.items():
-        target = local_tensor(tensors[name])
-        host_memory.prefer_large_pages(target)
-        plan = plan_reads(lazy, local_region(tensors[name]), target)
+        host_memory.prefer_large_pages(local_tensor(tensors[name]))
+        plan = plan_reads(lazy, *stored_part(lazy.shape, tensors[name]))
         if plan.final_copies:
             names_read_through_scratch.append(name)  # planned again when it is read: one buffer in memory at a time
         else:
@@ -381,7 +375,7 @@ def _fill(
         del plan
     problems = _read(reader, pool, reads)
     for name in names_read_through_scratch:
-        plan = plan_reads(lazy_tensors[name], local_region(tensors[name]), local_tensor(tensors[name]))
+        plan = plan_reads(lazy_tensors[name], *stored_part(lazy_tensors[name].shape, tensors[name]))
         problems = _read(reader, pool, plan.reads) | problems
         plan.finish()
     return list(problems.values())
@@ -436,14 +430,16 @@ def _compare_tied_copies(
     for name, first_name in match.copies:
         if first_name not in tensors:
             continue
-        loaded = local_tensor(tensors[first_name])
-        copy = torch.empty_like(loaded)
-        plan = plan_reads(match.lazy_tensors[name], local_region(tensors[first_name]), copy)
-        problems = _read(reader, pool, plan.reads)
-        plan.finish()
+        stored, stored_copy = match.lazy_tensors[match.loaded_names[first_name]], match.lazy_tensors[name]
+        region, loaded = stored_part(stored.shape, tensors[first_name])
+        copy, problems = torch.empty_like(loaded), {}
+        if stored_copy.shape == stored.shape:
+            plan = plan_reads(stored_copy, region, copy)
+            problems = _read(reader, pool, plan.reads)
+            plan.finish()
         if problems:
             errors += problems.values()
-        elif not torch.equal(copy, loaded):
+        elif stored_copy.shape != stored.shape or not torch.equal(copy, loaded):
             keys = sorted(
                 next(leaves(match.lazy_tensors[parameter])).name
                 for parameter in (name, match.loaded_names[first_name])

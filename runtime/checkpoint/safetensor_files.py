@@ -17,8 +17,13 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.folders import describe
 
 INDEX = "model.safetensors.index.json"
+INDEX_ENDING = ".safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
+EXPLICIT = "transformers_weights"
+"""A field of config.json with the name of the file that the weights are read from."""
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""What transformers loads from a folder that has none of the above; not read here."""
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 """Names of files that transformers loads weights from."""
 INCOMPLETE = ".incomplete"
@@ -49,7 +54,7 @@ class StoredTensor:
 
 
 def read_folder(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint, by key; reads only headers.
+    """Every tensor of a checkpoint, by key, from the files that transformers would read (`entry_file`); reads only headers.
 
     Raises:
         CheckpointError: no safetensors files; an interrupted write; a file of the index is missing, truncated or damaged;
@@ -63,22 +68,12 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
             "replaced. To fix: write it again."
         )
     problems: list[str] = []
-    index = directory / INDEX
-    if index.is_file():
-        weight_map = _read_index(index)
+    entry = entry_file(directory)
+    if entry is not None and entry.endswith(INDEX_ENDING):
+        weight_map = _read_index(directory / entry)
         names = sorted(set(weight_map.values()))
     else:
-        weight_map = None
-        file_names = sorted(path.name for path in directory.glob("*.safetensors"))
-        names = [SINGLE] if SINGLE in file_names else file_names
-        parts = [name for name in names if name != SINGLE and WEIGHTS.fullmatch(name)]
-        if parts:
-            raise CheckpointError(
-                f"{directory} is not a complete checkpoint: {parts[0]} is one of several files, and {INDEX}, which lists "
-                "them, is missing."
-            )
-    if not names:
-        raise CheckpointError(f"{directory} has neither {INDEX} nor *.safetensors. {describe(directory)}")
+        weight_map, names = None, [entry] if entry is not None else _other_files(directory)
     tensors: dict[str, StoredTensor] = {}
     for name in names:
         try:
@@ -88,7 +83,7 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
                 if weight_map is None or weight_map.get(tensor.name) == name:
                     tensors[tensor.name] = tensor
                 elif tensor.name not in weight_map:
-                    problems.append(f"{name} holds {tensor.name}, which {INDEX} does not list.")
+                    problems.append(f"{name} holds {tensor.name}, which {entry} does not list.")
         except CheckpointError as error:
             problems += error.problems or [str(error)]
             lost = [key for key, file in (weight_map or {}).items() if file == name]
@@ -96,13 +91,86 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
                 problems.append(f"  so {len(lost)} keys are lost: {', '.join(lost[:3])}{', ...' if lost[3:] else ''}")
             continue
         problems += [
-            f"{INDEX} says that {key} is in {name}; it is not."
+            f"{entry} says that {key} is in {name}; it is not."
             for key, file in (weight_map or {}).items()
             if file == name and key not in tensors
         ]
     if problems:
         raise CheckpointError(f"{directory} is not a complete checkpoint:", problems)
     return tensors
+
+
+def entry_file(directory: Path) -> str | None:
+    """The file of a folder that its weights are read from, or the index that lists their files: the first of those below, which is
+    the order of transformers. None: it has none of them.
+
+        the one that config.json names as transformers_weights      model.safetensors      model.safetensors.index.json
+
+    Raises:
+        CheckpointError: config.json names one that is not a safetensors file of the folder, or an index of some.
+    """
+    named = _named_file(directory / CONFIG)
+    if named is None:
+        return next((name for name in (SINGLE, INDEX) if (directory / name).is_file()), None)
+    if not named.endswith((".safetensors", INDEX_ENDING)) or not _is_inside_folder(named):
+        raise CheckpointError(
+            f"{directory / CONFIG} has {EXPLICIT} = {named!r}, which is neither a safetensors file of its folder nor an index of "
+            "some."
+        )
+    if not (directory / named).is_file():
+        raise CheckpointError(f"{directory / CONFIG} has {EXPLICIT} = {named!r}, and {named} is missing.")
+    return named
+
+
+def _named_file(config: Path) -> str | None:
+    """The field `transformers_weights` of a config.json; None: it has none, or cannot be read, which `read_config` reports."""
+    try:
+        fields = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    named = fields.get(EXPLICIT) if isinstance(fields, dict) else None
+    return named if isinstance(named, str) else None
+
+
+def weight_file_names(directory: Path) -> list[str]:
+    """The names of the files that hold the weights of a folder, from its index if it is read from one.
+
+    Raises:
+        CheckpointError: as `entry_file`; an index that cannot be read.
+    """
+    entry = entry_file(directory)
+    if entry is not None and entry.endswith(INDEX_ENDING):
+        return sorted(set(_read_index(directory / entry).values()))
+    return [entry or SINGLE]
+
+
+def unread_files(directory: Path) -> list[str]:
+    """The files in a folder that its weights could have been read from as well, and are not: others come first."""
+    entry = entry_file(directory)
+    return [name for name in (SINGLE, INDEX, *PICKLED) if name != entry and (directory / name).is_file()]
+
+
+def _other_files(directory: Path) -> list[str]:
+    """All safetensors files of a folder without `entry_file`.
+
+    Raises:
+        CheckpointError: there are none, some are parts of a set without its index, or transformers would read others.
+    """
+    names = sorted(path.name for path in directory.glob("*.safetensors"))
+    if not names:
+        raise CheckpointError(f"{directory} has neither {INDEX} nor *.safetensors. {describe(directory)}")
+    if parts := [name for name in names if WEIGHTS.fullmatch(name)]:
+        raise CheckpointError(
+            f"{directory} is not a complete checkpoint: {parts[0]} is one of several files, and {INDEX}, which lists "
+            "them, is missing."
+        )
+    if pickled := [name for name in PICKLED if (directory / name).is_file()]:
+        raise CheckpointError(
+            f"{directory} has neither {SINGLE} nor {INDEX}, so transformers reads its weights from {pickled[0]} and not from "
+            f"{names[0]}. That is a pickle, which could run code, and is not read here. To fix: load it with transformers, and "
+            "write it with save_pretrained."
+        )
+    return names
 
 
 def _read_index(index: Path) -> dict[str, str]:

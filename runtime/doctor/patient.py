@@ -25,6 +25,7 @@ from patchgen.runtime import kept_dtypes
 from patchgen.runtime.checkpoint import host_memory, load_pretrained
 from patchgen.runtime.checkpoint.incremental_load import IncrementalLoader
 from patchgen.runtime.checkpoint.initialise import initialise
+from patchgen.runtime.checkpoint.load import match_checkpoint
 from patchgen.runtime.data.collate import collate
 from patchgen.runtime.doctor import calls, layerwise, traces
 from patchgen.runtime.doctor.finding import format_bytes
@@ -163,6 +164,20 @@ class Patient:
     def blueprint(self) -> PreTrainedModel:
         """The model on the meta device, frozen as the recipe says."""
         return models.build_on_meta(self.recipe)
+
+    @cached_part("the keys and shapes of the weights")
+    def grown(self) -> dict[str, tuple[int, int]]:
+        """The parameters with rows for more tokens than the checkpoint has -> both numbers (`model.resize_vocab`); from headers.
+
+        Raises:
+            RecipeError: what the recipe allows has no effect (`models.require_effective`).
+        """
+        folder = models.weights_folder(self.recipe.model)
+        if folder is None:
+            return {}
+        match = match_checkpoint(self.blueprint, folder, **models.allowed_differences(self.recipe, self.blueprint))
+        models.require_effective(self.recipe, self.blueprint, match)
+        return match.grown
 
     @cached_part("the model")
     def model(self) -> PreTrainedModel:

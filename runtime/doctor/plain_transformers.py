@@ -71,7 +71,8 @@ class PlainTransformers(Check):
         upstream, expected_trace = upstream_class(patient), patient.expected_trace
         inputs, paths = plain_inputs(patient), list(expected_trace.expected.outputs)
         patient.release()
-        if not patient.fits_in_memory(patient.blueprint):
+        # Upstream's own loader refuses a checkpoint with fewer rows than the model.
+        if patient.grown or not patient.fits_in_memory(patient.blueprint):
             plain_trace = _trace_in_layers(upstream, patient, inputs, paths)
             summary = f"Upstream's {upstream.__name__}, with the checkpoint's weights loaded one layer after another,"
             return _compare(patient, expected_trace, plain_trace, summary)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import assemble
 from patchgen.runtime.checkpoint.load import stored_leaves
 from patchgen.runtime.checkpoint.safetensor_files import read_folder
+from patchgen.runtime.checkpoint.vocabulary import growth_advice
 from patchgen.runtime.doctor.finding import Check, Finding, failed, first_names, passed
 from patchgen.runtime.doctor.patient import MissingPart
 from patchgen.runtime.parallel import sharding
@@ -38,19 +39,22 @@ class Weights(Check):
         if patient.checkpoint is None:
             return passed("The weights are random: the recipe names none.")
         try:
-            model = patient.model
+            grown, model = patient.grown, patient.model
             if patient.layerwise is not None:
                 patient.layerwise.read_all()
         except CheckpointError as error:
             return failed(str(error), _advice(patient, str(error)))
         folder = models.weights_folder(patient.recipe.model)
         assert folder is not None, "patient.checkpoint is not None"
-        for problem, advice in (*_rounded_weights(patient, folder), *_untrained_tokens(patient, model)):
+        for problem, advice in (*_rounded_weights(patient, folder), *_untrained_tokens(patient, model, grown)):
             return failed(problem, advice)
+        new = [f"{name} grows from {stored} to {rows} rows" for name, (stored, rows) in grown.items()]
         tied = "tied to the embeddings" if _is_tied(model) else "a matrix of its own"
         count = sum(p.numel() for p in model.parameters())
         note = "" if patient.layerwise is None else "; larger than memory: its layers are loaded one after another"
-        return passed(f"{count:,} parameters from {folder}; the head is {tied}{note}.")
+        return passed(
+            f"{count:,} parameters from {folder}; the head is {tied}{note}{''.join(f'; {line}' for line in new)}."
+        )
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
@@ -63,6 +67,11 @@ def _advice(patient: Patient, error: str) -> str:
     folder = models.weights_folder(patient.recipe.model)
     assert folder is not None, "a checkpoint was read"
     stored, state = read_folder(folder), patient.blueprint.state_dict()
+    parameters = assemble(patient.blueprint, stored_leaves(stored)).parameters
+    shapes = {name: lazy.shape for name, lazy in parameters.items()}
+    new_rows = models.allowed_differences(patient.recipe, patient.blueprint)["new_rows"]
+    if advice := growth_advice(patient.blueprint, shapes, new_rows):
+        return advice
     transposed = [
         name
         for name, tensor in state.items()
@@ -116,8 +125,14 @@ def _rounded_weights(patient: Patient, folder: Path) -> Iterator[tuple[str, str]
 
 
 @torch.no_grad()
-def _untrained_tokens(patient: Patient, model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """Tokens of the data with untrained embeddings: rows that are zero, or equal to others."""
+def _untrained_tokens(
+    patient: Patient, model: PreTrainedModel, grown: Mapping[str, tuple[int, int]]
+) -> Iterator[tuple[str, str]]:
+    """Tokens of the data with untrained embeddings: rows that are zero, or equal to others, and that are not new.
+
+    Args:
+        grown: name of each parameter with new rows -> its rows in the checkpoint and in the model.
+    """
     try:
         ids = sorted({token for sample in patient.samples for token in sample.ids})
     except MissingPart:  # reported by the check `data`
@@ -125,7 +140,10 @@ def _untrained_tokens(patient: Patient, model: PreTrainedModel) -> Iterator[tupl
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, torch.Tensor), "embeddings are a table"
     placeholders = placeholder_ids(patient.config)
-    used = [token for token in ids if token < weight.shape[0] and token not in placeholders]
+    stored = next((rows[0] for name, rows in grown.items() if model.get_parameter(name) is weight), weight.shape[0])
+    used = [
+        token for token in ids if token < stored and token not in placeholders
+    ]  # new rows are equal until they train
     rows = weight[torch.tensor(used, device=weight.device)].float().cpu()
     zeros = [token for token, row in zip(used, rows, strict=True) if not row.any()]
     _, group_of_row, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)

@@ -145,7 +145,9 @@ def require_same_vocab_size(model: PreTrainedModel, teacher: PreTrainedModel) ->
     )
     if student_size != teacher_size:
         raise RecipeError(
-            f"teacher: its vocab_size is {teacher_size} and that of the model {student_size}. They must have the same tokens."
+            f"teacher: its vocab_size is {teacher_size} and that of the model {student_size}. They must have the same tokens. If "
+            f"one is a grown copy of the other, set {'teacher' if teacher_size < student_size else 'model'}."
+            f"resize_vocab: {{to: {max(student_size, teacher_size)}}}."
         )
 
 

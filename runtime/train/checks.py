@@ -79,7 +79,8 @@ def build_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
 def _require_weights(recipe: Recipe, model: PreTrainedModel) -> None:
     weights = models.find_weights(recipe.model)
     if isinstance(weights, Path):
-        match_checkpoint(model, weights, **models.allowed_differences(recipe, model))
+        match = match_checkpoint(model, weights, **models.allowed_differences(recipe, model))
+        models.require_effective(recipe, model, match)
 
 
 def _require_divisible_heads(recipe: Recipe, sp: int) -> None:

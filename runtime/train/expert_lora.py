@@ -137,7 +137,7 @@ def shard(model: nn.Module, state: ParallelState, options: sharding.ShardingOpti
 
 
 @torch.no_grad()
-def _full_tensor(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor, gathered from all ranks (collective)."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -164,7 +164,7 @@ def local_delta(module: LoraLayer) -> tuple[nn.Parameter, Tensor]:
     left, right, scale = module.get_delta_factors(ADAPTER_NAME)
     experts, rows, columns = local_region(weight)
     rank_range = (0, left.shape[2])
-    left, right = _full_tensor(left.contiguous()), _full_tensor(right.contiguous())
+    left, right = full_tensor(left.contiguous()), full_tensor(right.contiguous())
     left, right = (
         narrow_to(left, full_region(left.shape), (experts, rows, rank_range)),
         narrow_to(right, full_region(right.shape), (experts, rank_range, columns)),
@@ -177,9 +177,7 @@ def in_peft_layout(model: nn.Module) -> dict[str, Tensor]:
     state_dict = {}
     for path, module in model.named_modules():
         if isinstance(module, ExpertLora):
-            a, b = (
-                _full_tensor(_weight(factors[ADAPTER_NAME]).detach()) for factors in (module.lora_A, module.lora_B)
-            )
+            a, b = (full_tensor(_weight(factors[ADAPTER_NAME]).detach()) for factors in (module.lora_A, module.lora_B))
             state_dict[f"{path}.lora_A.{ADAPTER_NAME}.weight"] = a.flatten(0, 1).cpu()
             state_dict[f"{path}.lora_B.{ADAPTER_NAME}.weight"] = b.permute(1, 2, 0).flatten(1, 2).cpu()
     return state_dict

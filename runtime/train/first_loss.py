@@ -172,6 +172,6 @@ def _cache_key(recipe: Recipe) -> list[Any]:
     files = sorted(weights.glob("*.safetensors")) if isinstance(weights, Path) else []
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     location = str(weights.resolve()) if isinstance(weights, Path) else str(weights)
-    model_keys = {name: model[name] for name in ("overrides", "code")}
+    model_keys = {name: model[name] for name in ("overrides", "code", "resize_vocab")}
     data = {name: value for name, value in values["data"].items() if name not in IRRELEVANT_KEYS}
     return [model_keys, location, stamps, data]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from patchgen.kernels.fused_moe import WITHOUT_ADAPTERS
+from patchgen.runtime.checkpoint.load import tied_groups
 from patchgen.runtime.checkpoint.placement import local_tensor
 from patchgen.runtime.parallel import sharding, undivided, unused
 from patchgen.runtime.parallel.collectives import all_reduce
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 FOLDER = "adapter"
 """The folder of a run's adapters, in PEFT's format."""
+PREFIX = "base_model.model."
+"""What PEFT puts before the names of the base model."""
 
 
 def add_adapters(
@@ -143,13 +146,25 @@ def reduce_gradients(model: nn.Module) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
-def save(adapted: PeftModel, folder: Path) -> None:
-    """Writes the adapter as PEFT does (collective; rank 0 writes)."""
+def save(adapted: PeftModel, folder: Path, tokenizer: Any = None) -> None:
+    """Writes the adapter as PEFT does (collective; rank 0 writes).
+
+    Embeddings and head are written with it if they have rows that the base model lacks (`model.resize_vocab`), and so is the
+    tokenizer with the new tokens: as for any adapter of PEFT, the base model is resized before it is loaded.
+    """
     from patchgen.runtime.train import expert_lora
 
-    experts = expert_lora.in_peft_layout(adapted)
+    tensors = adapted.state_dict() | expert_lora.in_peft_layout(adapted)
+    base: Any = adapted.get_base_model()
+    grown = getattr(base, "grown_vocabulary", {})
+    names = {name for group in tied_groups(base) if grown.keys() & set(group) for name in group} | grown.keys()
+    for name in sorted(names):
+        tensors[f"{PREFIX}{name}"] = expert_lora.full_tensor(base.get_parameter(name).detach()).cpu()
     if dist.get_rank() == 0:
-        adapted.save_pretrained(str(folder), state_dict=adapted.state_dict() | experts)
+        # Not "auto", which asks the Hub for the base model's vocabulary.
+        adapted.save_pretrained(str(folder), state_dict=tensors, save_embedding_layers=bool(grown))
+        if grown and tokenizer is not None:
+            tokenizer.save_pretrained(folder)
     dist.barrier()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import inspect
 import json
 import sys
@@ -16,14 +17,15 @@ import transformers
 from torch import nn
 
 from patchgen.runtime import attention, kept_dtypes, model_calls, parallel, registry, seams
-from patchgen.runtime.checkpoint import load_pretrained
+from patchgen.runtime.checkpoint import LoadReport, load_pretrained
 from patchgen.runtime.checkpoint.initialise import initialise
+from patchgen.runtime.checkpoint.load import CheckpointMatch
 from patchgen.runtime.objectives import choose, encoder_decoder
 from patchgen.runtime.objectives.heads import TaskHead, UnknownHeadError, head_over
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.parts import part_files
-from patchgen.runtime.train import architecture, attention_choice, lora_targets, optimizers, overrides
+from patchgen.runtime.train import architecture, attention_choice, lora_targets, optimizers, overrides, resize_vocab
 from patchgen.runtime.train.recipe import KernelsConfig, ModelConfig, ParallelSection, Recipe, RecipeError
 from patchgen.runtime.train.weight_sources import find_weights, is_model_type, weights_folder
 from patchgen.runtime.verify import head_kinds
@@ -38,12 +40,21 @@ if TYPE_CHECKING:
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
-    """The config of `model.source` with its overrides; registers `model.code` in this process.
+    """The config of `model.source` with its overrides and the size of its vocabulary (`model.resize_vocab`); registers
+    `model.code` in this process.
 
     Raises:
-        RecipeError: code that cannot be registered, an unknown source, values that its config class refuses, or an override
-            that the config has no field for.
+        RecipeError: code that cannot be registered, an unknown source, values that its config class refuses, an override
+            that the config has no field for, or a vocabulary that would shrink.
     """
+    config = _read_overridden_config(model)
+    if model.resize_vocab is not None:
+        resize_vocab.resize(config, model, model.resize_vocab)
+    return config
+
+
+def _read_overridden_config(model: ModelConfig) -> PreTrainedConfig:
+    """The config of `model.source` with its overrides."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -166,6 +177,8 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     with torch.device("meta"):
         model = head._from_config(config, attn_implementation=attention_names, dtype=dtype)
     kept_dtypes.keep_in_fp32(model, dtype)
+    if recipe.model.resize_vocab is not None:
+        resize_vocab.require_resized(model)
     separate = recipe.model.separate_documents
     if trains_encoder_decoder and not separate:
         separate = True
@@ -321,8 +334,12 @@ def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> S
         initialise(model, weight_names(model), seed=recipe.train.seed)
     else:
         load_report = load_pretrained(model, folder, **allowed_differences(recipe, model), seed=recipe.train.seed)
+        require_effective(recipe, model, load_report)
         if _is_first_rank():
             print(load_report, flush=True)  # reports what was initialised or left out
+            if (section := recipe.model.resize_vocab) and not load_report.grown:
+                size = model.config.get_text_config().vocab_size
+                print(f"model.resize_vocab: {resize_vocab.summary(section, size, {})}", flush=True)
     return cast("ShardedModel", model)
 
 
@@ -333,17 +350,34 @@ def set_pad_token(model: PreTrainedModel, tokenizer: Any) -> None:
         text.pad_token_id = tokenizer.pad_token_id
 
 
-def allowed_differences(recipe: Recipe, model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Patterns of weights that may be missing or unexpected in the checkpoint: a new head
-    starts from a checkpoint with another head."""
-    missing, unexpected = recipe.model.allow_missing, ()
+def allowed_differences(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
+    """How the checkpoint may differ from the model, as options of `load_pretrained`: patterns of weights that may be missing or
+    unexpected (a new head starts from a checkpoint with another head), and what the rows of new tokens are."""
+    missing, unexpected = recipe.model.allow_missing, recipe.model.ignore_keys
     if isinstance(model, TaskHead):
-        missing, unexpected = missing + model.new_weights, model.causal_only
-    return {"allow_missing": missing, "allow_unexpected": unexpected}
+        missing, unexpected = missing + model.new_weights, unexpected + model.causal_only
+    resize = recipe.model.resize_vocab
+    return {"allow_missing": missing, "allow_unexpected": unexpected, "new_rows": resize.new_rows if resize else None}
+
+
+def require_effective(recipe: Recipe, model: PreTrainedModel, loaded: LoadReport | CheckpointMatch) -> None:
+    """Refuses differences that the recipe allows and that would have no effect, or none that is meant.
+
+    Raises:
+        RecipeError: a pattern of `model.ignore_keys` that leaves out no key; new tokens that would keep one and the same row.
+    """
+    for pattern in recipe.model.ignore_keys:
+        if not fnmatch.filter(loaded.ignored, pattern):
+            raise RecipeError(
+                f"model.ignore_keys: {pattern!r} matches no key of the checkpoint that the model does not use. Remove or correct "
+                "it."
+            )
+    resize_vocab.require_distinct_rows(recipe, model, loaded.grown)
 
 
 def needs_all_weights(recipe: Recipe, model: nn.Module) -> bool:
-    """Whether all weights must come from a checkpoint: one is given, and none of the model's weights may be missing."""
+    """Whether all weights must come from a checkpoint: one is given, and none of the model's weights may be missing. Rows of new
+    tokens (`model.resize_vocab`) do not count."""
     return find_weights(recipe.model) is not None and not allowed_differences(recipe, model)["allow_missing"]
 
 

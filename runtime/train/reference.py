@@ -47,7 +47,8 @@ def tables(kind: type) -> list[str]:
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         section = section_type(hints[field.name])
         if section is not None:
-            inner += [f"Each of `{field.name}`:\n", *tables(section)]
+            is_list = typing.get_origin(hints[field.name]) in (tuple, list, dict)
+            inner += [f"{'Each of' if is_list else 'Keys of'} `{field.name}`:\n", *tables(section)]
     return ["\n".join(lines) + "\n", *inner]
 
 

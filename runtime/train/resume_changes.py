@@ -19,11 +19,11 @@ from patchgen.runtime.checkpoint.saved_steps import SavedSteps
 from patchgen.runtime.train.recipe import Recipe, RecipeError, flatten, from_dict, to_dict
 
 RECIPE_FILE = "recipe.yaml"
-FIXED_KEYS = ("optim.name.", "lora.", "objective.name.")
+FIXED_KEYS = ("optim.name.", "lora.", "objective.name.", "model.resize_vocab.")
 """Starts of dotted keys with a dot at their end: `lora.` is the whole section, `optim.name.` this key alone. Another value
 would change the trained parameters or their optimizer state. An objective's reference is the model before its run, so that
 model must not have been trained with another objective."""
-FREE_KEYS = ("lora.dropout", "lora.merge")
+FREE_KEYS = ("lora.dropout", "lora.merge", "model.resize_vocab.new_rows")
 """Exceptions from FIXED_KEYS."""
 
 
@@ -49,8 +49,9 @@ class Changes:
         if fixed:
             listed = "".join(f"\n  {line}" for line in fixed)
             raise RecipeError(
-                f"{self.directory} cannot be resumed with a different objective, optimizer or adapters than {self.checkpoint} "
-                f"was trained with:{listed}\nSet them back, name another log.directory, or start anew with --fresh."
+                f"{self.directory} cannot be resumed with a different objective, optimizer, vocabulary or adapters than "
+                f"{self.checkpoint} was trained with:{listed}\nSet them back, name another log.directory, or start anew with "
+                "--fresh."
             )
 
     @property
@@ -72,7 +73,7 @@ def since(recipe: Recipe, step: int | None = None) -> Changes:
     if step is None:
         return Changes(recipe.directory)
     folder = saved_steps.folder_of(step)
-    before, now = _read(folder / RECIPE_FILE), flatten(to_dict(recipe))
+    before, now = read_saved(folder / RECIPE_FILE), flatten(to_dict(recipe))
     if before is None:
         return Changes(recipe.directory, step, folder.name)
     keys = [key for key in before | now if before.get(key) != now.get(key)]
@@ -85,7 +86,7 @@ def require_resumable(recipe: Recipe) -> None:
     since(recipe).require_resumable()
 
 
-def _read(file: Path) -> dict[str, Any] | None:
+def read_saved(file: Path) -> dict[str, Any] | None:
     """A checkpoint's recipe with dotted keys; None if it cannot be read: loading verifies the checkpoint, and reports that."""
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))

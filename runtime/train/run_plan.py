@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from patchgen.runtime import attention_kinds
+from patchgen.runtime.checkpoint.load import match_checkpoint
 from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import checkpointing, report
 from patchgen.runtime.parallel.config import draw
@@ -21,6 +23,7 @@ from patchgen.runtime.train import (
     lora_targets,
     memory,
     optimizers,
+    resize_vocab,
     run_lock,
     run_log,
 )
@@ -130,6 +133,7 @@ def describe(recipe: Recipe, model: PreTrainedModel, world_size: int) -> str:
     lines = [
         f"model        {type(model).__name__}, {cost.parameters / 1e6:,.1f} M parameters, {cost.active / 1e6:,.1f} M "
         f"active per token; weights: {weights or 'random'}",
+        *([f"vocabulary   {line}"] if (line := _vocabulary(recipe, model)) else []),
         f"objective    {recipe.objective.name}",
         *([f"teacher      {recipe.teacher.source}, not counted in the memory below"] if recipe.teacher else []),
         f"step         {train.batches_per_step} batches of up to {tokens} tokens, "
@@ -153,3 +157,12 @@ def describe(recipe: Recipe, model: PreTrainedModel, world_size: int) -> str:
         draw(layout),
     ]
     return "\n".join(lines)
+
+
+def _vocabulary(recipe: Recipe, model: PreTrainedModel) -> str:
+    """How the vocabulary grows; "" if the recipe does not say so, or only the ranks download the weights."""
+    section, weights = recipe.model.resize_vocab, models.find_weights(recipe.model)
+    if section is None or not isinstance(weights, Path):
+        return ""
+    match = match_checkpoint(model, weights, **models.allowed_differences(recipe, model))
+    return resize_vocab.summary(section, model.config.get_text_config().vocab_size, match.grown)

@@ -19,6 +19,22 @@ DtypeName = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, config=STRICT)
+class ResizeVocabConfig:
+    """A vocabulary with more tokens than the weights have rows for: embeddings and head grow, and never shrink.
+
+    Attributes:
+        to: rows for every token of the tokenizer in `source`, or at least this many; weights that have as many stay as they are.
+        multiple_of: the number of rows is rounded up to a multiple of this.
+        new_rows: mean: the plain mean of the rows that the weights have; random: upstream's initial values (a normal distribution
+            with the config's initializer_range). With adapters or frozen embeddings, which leave new rows as they are, only random.
+    """
+
+    to: Literal["tokenizer"] | PositiveInt = "tokenizer"
+    multiple_of: PositiveInt = 1
+    new_rows: Literal["mean", "random"] = "mean"
+
+
+@dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     """What is trained.
 
@@ -32,6 +48,8 @@ class ModelConfig:
         overrides: fields of the config to replace, nested like the config.
         weights: "auto": those in `source` if there are any, else random; "random"; or a folder with weights.
         allow_missing: patterns of parameters that the weights may lack (new heads); they keep their random values.
+        ignore_keys: patterns of keys in the weights that are not loaded (`v_head.*` of a model from PPO), and not exported.
+        resize_vocab: null, or how the vocabulary grows to that of the tokenizer ({} for the defaults); the export has its size.
         dtype: what parameters and optimizer state are stored in.
         attention: a name of runtime/attention.py, or one for each config in the model's ({"": NAME, vision_config: NAME}, where
             "" is the config itself); null chooses, for each kind of layer, the fastest that runs here and supports what it
@@ -48,6 +66,8 @@ class ModelConfig:
     overrides: dict[str, Any] = Field(default_factory=dict)
     weights: str = "auto"
     allow_missing: tuple[str, ...] = ()
+    ignore_keys: tuple[str, ...] = ()
+    resize_vocab: ResizeVocabConfig | None = None
     dtype: DtypeName = "float32"
     attention: str | dict[str, Any] | None = None
     separate_documents: bool | Literal["left"] | None = None

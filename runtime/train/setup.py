@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import socket
 import time
@@ -19,7 +18,7 @@ from torch.profiler import profile, schedule, tensorboard_trace_handler
 from patchgen.runtime import random_state
 from patchgen.runtime.attention_kinds import configs_of
 from patchgen.runtime.checkpoint import export_pretrained
-from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, INDEX, SINGLE
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, weight_file_names
 from patchgen.runtime.data import DataConfig, Loader, build_loader, train_tokenizer
 from patchgen.runtime.data.literals import added_tokens, not_for_training
 from patchgen.runtime.data.text import digest
@@ -140,7 +139,8 @@ def require_fitting(tokenizer: Any, config: Any, source: str) -> None:
         examples = ", ".join(f"{token!r} = {outside[token]}" for token in sorted(outside, key=outside.__getitem__)[:3])
         raise RecipeError(
             f"The tokenizer of model.source = '{source}' has {len(tokenizer)} tokens, but the model has a vocab_size of "
-            f"{size}: {len(outside)} tokens have no embedding ({examples}). Use the tokenizer that belongs to the model."
+            f"{size}: {len(outside)} tokens have no embedding ({examples}). If tokens were added to it on purpose, set "
+            "model.resize_vocab: {}, which grows the model to the tokenizer; otherwise use the tokenizer that belongs to the model."
         )
 
 
@@ -287,8 +287,7 @@ def export(recipe: Recipe, model, parts: DataParts) -> Path:
 
 def is_complete(export: Path) -> bool:
     """Whether a folder has all files of an exported model or adapter."""
-    index = export / INDEX
-    files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else {SINGLE}
+    files = set(weight_file_names(export))
     adapter = {"adapter_model.safetensors", "adapter_config.json"}
     present = {file.name for file in export.glob("*")}
     return INCOMPLETE not in present and (files | {CONFIG} <= present or adapter <= present)

@@ -366,7 +366,7 @@ class Trainer:
         """Writes the model, or its adapters (collective)."""
         if self.adapted is None or self.recipe.lora is None:  # both are None or neither
             return setup.export(self.recipe, self.model, self.parts)
-        lora.save(self.adapted, folder := self.recipe.directory / lora.FOLDER)
+        lora.save(self.adapted, folder := self.recipe.directory / lora.FOLDER, self.parts.tokenizer)
         if not self.recipe.lora.merge:
             return folder
         lora.merge(self.adapted)

@@ -55,6 +55,21 @@ def round_trip(head: str, file: str, source: str, target: str, ep: int) -> tuple
     return report.num_bytes, sum(parts.values())
 
 
+def grown_export(source: str, target: str, vocab_size: int, new_rows: str, layout: dict) -> tuple[int, int]:
+    """Loads a checkpoint into a sharded model with a larger vocabulary, and exports it; returns the bytes read and those of this
+    rank's parts."""
+    config = AutoConfig.from_pretrained(source)
+    config.vocab_size = vocab_size
+    head, config = find_head_and_config(config)
+    with torch.device("meta"):
+        model = head._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    sharding.shard_model(model, cases_sequence.state_of(**layout))
+    report = load_pretrained(model, source, new_rows=new_rows, seed=5)
+    parts = {local.data_ptr(): local.nbytes for local in map(local_tensor, model.state_dict().values())}
+    export_pretrained(model, target, source=source)
+    return report.num_bytes, sum(parts.values())
+
+
 def misplaced_parts(name: str, **layout: int) -> list[str]:
     """The parameters of which this rank holds another part than `shard_like` cuts out of the full tensor."""
     model = cases_models.build(name, generated=True, attention_name="eager")

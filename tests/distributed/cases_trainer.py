@@ -302,6 +302,23 @@ def refusal(values: dict) -> str:
     raise AssertionError("the recipe was accepted")
 
 
+def refusal_of_a_run(values: dict) -> str:
+    """What a recipe is refused with once its run starts."""
+    trainer = Trainer(from_dict(values), torch.device("cpu"))
+    try:
+        trainer.run()
+    except RecipeError as error:
+        return str(error)
+    raise AssertionError("the run was accepted")
+
+
+def logits_of(values: dict, ids: list[int]) -> torch.Tensor:
+    """The logits of a recipe's model before its run."""
+    trainer = Trainer(from_dict(values), torch.device("cpu"))
+    with torch.no_grad(), parallel.using(trainer.state):
+        return trainer.model.eval()(input_ids=torch.tensor([ids]), use_cache=False).logits.clone()
+
+
 def global_rows(values: dict, count: int) -> list[dict]:
     """The first micro-batches of the run, whole, as one rank sees them."""
     from patchgen.runtime.data import build_loader

@@ -342,3 +342,86 @@ def test_planned_files_have_every_tensor_once_and_respect_the_limit(sizes, limit
     assert [output.name for file in files for output in file.outputs] == [output.name for output in outputs]
     for file in files:
         assert len(file.outputs) == 1 or sum(output.num_bytes for output in file.outputs) <= limit
+
+
+PLACES = {  # files with weights in a folder -> the value that transformers loads; "named" is the field transformers_weights
+    "single, index": 1.0,
+    "single, bin": 1.0,
+    "index, bin": 2.0,
+    "single, index, bin, bin index": 1.0,
+    "single, index, bin, named.safetensors": 3.0,
+    "single, named.safetensors.index.json": 4.0,
+}
+
+
+def write_weights(folder: Path, places: str) -> None:
+    """A model in every place, its values telling which."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 8}
+    config = LlamaConfig(vocab_size=4, hidden_size=4, intermediate_size=4, **sizes)
+    model = LlamaForCausalLM(config)
+    for place in places.split(", "):
+        value = {"single": 1.0, "index": 2.0, "named.safetensors": 3.0, "named.safetensors.index.json": 4.0}.get(
+            place, 5.0
+        )
+        state = {name: torch.full_like(tensor, value) for name, tensor in model.state_dict().items()}
+        index = {"metadata": {}, "weight_map": dict.fromkeys(state, f"part {value}.safetensors")}
+        if place.startswith("named"):
+            config.transformers_weights = place
+        if place in ("single", "named.safetensors"):
+            save_file(state, folder / ("model.safetensors" if place == "single" else place))
+        elif place in ("index", "named.safetensors.index.json"):
+            save_file(state, folder / f"part {value}.safetensors")
+            name = "model.safetensors.index.json" if place == "index" else place
+            (folder / name).write_text(json.dumps(index))
+        elif place == "bin":
+            torch.save(state, folder / "pytorch_model.bin")
+        else:
+            (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    config.architectures = ["LlamaForCausalLM"]
+    (folder / "config.json").write_text(config.to_json_string())
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_of_several_weights_in_a_folder_everything_reads_those_that_transformers_reads(places, tmp_path):
+    """Loading, its report, `convert`, `fingerprint` and an export, beside `from_pretrained`."""
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    from patchgen.runtime.checkpoint import convert, export_pretrained, fingerprint, load_pretrained
+
+    (source := tmp_path / "in").mkdir()
+    write_weights(source, places)
+    plain = AutoModelForCausalLM.from_pretrained(source)
+    assert plain.model.norm.weight[0].item() == PLACES[places]
+    config = plain.config
+    with torch.device("meta"):
+        model = LlamaForCausalLM._from_config(config)
+    report = load_pretrained(model, source)
+    convert(source, tmp_path / "converted")
+    export_pretrained(model, tmp_path / "exported", source=source)
+    for folder in (tmp_path / "converted", tmp_path / "exported"):
+        again = AutoModelForCausalLM.from_pretrained(folder)
+        assert again.model.norm.weight[0].item() == PLACES[places]
+        assert fingerprint(folder) == fingerprint(source)
+    assert model.model.norm.weight[0].item() == PLACES[places]
+    names = {"single": "model.safetensors", "index": "model.safetensors.index.json", "bin": "pytorch_model.bin"}
+    beside = [names[place] for place in places.split(", ")[1:] if place in names and PLACES[places] != 3.0]
+    assert all(name in str(report).partition("not read, as in transformers")[2] for name in beside)
+
+
+def test_a_pickle_that_transformers_would_read_is_named_instead_of_files_beside_it(tmp_path):
+    write_weights(tmp_path, "bin")
+    save_file({"other": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"from pytorch_model\.bin and not from adapter_model.*a pickle.*save_pretrained"
+    ):
+        read_folder(tmp_path)
+
+
+@pytest.mark.parametrize("named", ["../model.safetensors", "weights.bin", "gone.safetensors"])
+def test_a_file_named_in_the_config_must_be_in_the_folder(named, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"transformers_weights": named}))
+    save_file({"one": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"transformers_weights = '{named}'"):
+        read_folder(tmp_path)

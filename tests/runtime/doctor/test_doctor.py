@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -59,6 +60,31 @@ def test_a_cast_in_the_modeling_file_is_seen_against_plain_transformers(toy, tmp
     assert "model.layers.0.mlp.gate is the first" in report["plain transformers"].summary
     assert "a rounding error of bfloat16" in report["plain transformers"].summary
     assert "model.layers.0.mlp.gate is the first" in report["export"].summary
+
+
+def test_new_tokens_are_named_with_the_setting_and_with_it_every_check_passes(toy, tmp_path):
+    """A tokenizer with two tokens more than the weights have rows, both in the data: equal rows that are not taken for damage."""
+    from transformers import AutoTokenizer
+
+    (rows := tmp_path / "rows.jsonl").write_text(
+        (toy.folder.parent / "rows.jsonl").read_text().replace("The ", "<new a><new b>")
+    )
+    shutil.copytree(toy.folder, tmp_path / "toy")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "toy")
+    tokenizer.add_tokens(["<new a>", "<new b>"])
+    tokenizer.save_pretrained(tmp_path / "toy")
+    values = toy.values | {"data": toy.values["data"] | {"sources": [{"path": str(rows)}]}}
+    skip = (*SLOW, "alternatives")
+    report = examine(from_dict(values | {"model": {"source": str(tmp_path / "toy")}}), skip=skip)
+    assert "set model.resize_vocab: {}" in report["tokenizer"].summary and report["tokenizer"].status == FAILED
+    stale = {"source": str(tmp_path / "toy"), "overrides": {"vocab_size": len(tokenizer)}}
+    report = examine(from_dict(values | {"model": stale}), skip=skip)
+    assert "set model.resize_vocab: {}" in report["weights"].advice and "tie_word" not in report["weights"].advice
+    report = examine(from_dict(values | {"model": {"source": str(tmp_path / "toy"), "resize_vocab": {}}}), skip=skip)
+    assert report.exit_status == 0, report.text()
+    sizes = len(tokenizer) - 2, len(tokenizer)
+    assert f"embed_tokens.weight grows from {sizes[0]} to {sizes[1]} rows" in report["weights"].summary
+    assert {report[name].status for name in ("plain transformers", "export")} == {PASSED}, report.text()
 
 
 def test_random_weights_are_judged_by_ln_v_alone(toy):

@@ -28,6 +28,6 @@ def test_only_placeholders_need_no_trained_embedding(token, is_found):
         tokenizer=SimpleNamespace(convert_ids_to_tokens=str),
     )
     model = SimpleNamespace(get_input_embeddings=lambda: embeddings)
-    found = [problem for problem, _ in weights._untrained_tokens(patient, model)]
+    found = [problem for problem, _ in weights._untrained_tokens(patient, model, {})]
     assert bool(found) is is_found
     assert all(f"embeddings of zeros ('{token}' = {token})" in problem for problem in found)
