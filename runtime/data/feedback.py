@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from patchgen.runtime.data.chat import ChatEncoder, common_prefix_length, learned_turns
+from patchgen.runtime.data.chat import ChatEncoder, learned_turns
 from patchgen.runtime.data.problems import BadSample, DataError
 from patchgen.runtime.data.text import SampleEncoder, TextEncoder, Tokens
+from patchgen.runtime.data.turn_spans import common_prefix_length
 
 
 class PairEncoder(SampleEncoder):
