@@ -30,7 +30,7 @@ import numpy as np
 from patchgen.runtime.data.literals import TEMPLATE, Literals, Span
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.provenance import TOOLS, sources_of_characters
-from patchgen.runtime.data.rendering import Renderer, Segment
+from patchgen.runtime.data.rendering import REFUSALS, Renderer, Segment
 
 PROBE = "Qzwordzq"
 """An answer that is in no template."""
@@ -52,6 +52,12 @@ class Conversation:
     segments: list[Segment]
     sources: np.ndarray | None
     added_tokens: tuple[str, ...]
+
+    @functools.cached_property
+    def words(self) -> re.Pattern[str]:
+        """Where template text is split into words: at tokens and line ends."""
+        longest_first = sorted(self.added_tokens, key=len, reverse=True)
+        return re.compile("(" + "|".join([*map(re.escape, longest_first), "\n"]) + ")")
 
     @property
     def assistants(self) -> list[int]:
@@ -158,9 +164,8 @@ def _by_segments(conversation: Conversation, index: int) -> list[Span]:
     own = [(part.start, part.end) for part in conversation.segments if part.index == index]
     if not own:
         return []
-    after = conversation.segments[-1]
-    if index == len(conversation.messages) - 1 and after.index is None and after.start == own[-1][1]:
-        own[-1] = (own[-1][0], after.end)
+    if index == len(conversation.messages) - 1:
+        own[-1] = (own[-1][0], _end_of_last_turn(conversation, index, own[-1]))
     own[0] = (_after_prompt(conversation, index, own[0]), own[0][1])
     own[-1] = (own[-1][0], _through_end_token(conversation, index, own[-1]))
     return [
@@ -187,8 +192,9 @@ def _why_not(conversation: Conversation, index: int, spans: Sequence[Span]) -> s
     if foreign:
         return f"the chat template writes {_described(conversation, foreign[0])} inside the turn of message {index}"
     if conversation.sources is not None:
+        own = [(part.start, part.end) for part in conversation.segments if part.index == index]
         outside = conversation.sources == index
-        for start, end in spans:
+        for start, end in [*spans, *own]:
             outside[start:end] = False
         if outside.any():
             position = int(np.flatnonzero(outside)[0])
@@ -216,32 +222,64 @@ def _is_written(conversation: Conversation, index: int) -> bool:
 def _after_prompt(conversation: Conversation, index: int, turn: Span) -> int:
     """Where the text after the generation prompt begins in a turn."""
     start, end = turn
-    shown = conversation.messages[: max(index, 1)]  # most templates refuse a conversation without messages
-    before = conversation.render.or_none(shown, prompt=True)
-    if before is None:
+    shown = _rendered_beginning(conversation, index)
+    if shown is None:
         return start
-    if index and conversation.text.startswith(before) and start <= len(before) <= end:
+    before = conversation.render(shown, prompt=True)
+    if index and conversation.text.startswith(before) and start < len(before) <= end:
         return len(before)
-    # The turn is written in another way than the prompt, for example without its opening of a thought.
-    prompt = _prompt(conversation.render, shown)
-    header_end = start + common_prefix_length(prompt, conversation.text[start:end])
+    # The turn is written in another way than the prompt, for example without its opening of a thought: whole words count,
+    # up to the first that the message has brought.
+    limit = end
     if conversation.sources is not None:
-        own = np.flatnonzero(conversation.sources[start:header_end] == index)
-        header_end = start + int(own[0]) if len(own) else header_end
-    for token in conversation.added_tokens:
-        for match in re.finditer(re.escape(token), conversation.text[start:end]):
-            if start + match.start() < header_end < start + match.end():
-                return start + match.start()
-    return header_end
+        own = np.flatnonzero(conversation.sources[start:end] == index)
+        limit = start + int(own[0]) if len(own) else end
+    first = conversation.messages[: max(min(conversation.assistants), 1)]
+    for prompt in (_prompt(conversation.render, shown), _prompt(conversation.render, first)):
+        words = [word for word in conversation.words.split(prompt) if word]
+        for count in range(len(words), 0, -1):
+            header = "".join(words[:count])
+            place = conversation.text.find(header, start, limit)
+            # The first message may have the template's own beginning before it (`<s>`, instructions).
+            if place == start or (place > start and not index and count == len(words)):
+                return place + len(header)
+    return start
+
+
+def _rendered_beginning(conversation: Conversation, index: int) -> list[dict[str, Any]] | None:
+    """The messages before a turn, or others if the template refuses these; None: it refuses all with a generation prompt."""
+    for shown in (conversation.messages[: max(index, 1)], conversation.messages):
+        if conversation.render.or_none(shown, prompt=True) is not None:
+            return shown
+    return None
 
 
 def _prompt(render: Renderer, messages: list[dict[str, Any]]) -> str:
-    """The generation prompt after messages that the template takes."""
-    text, segments = render.with_segments(messages, prompt=True)
-    if segments and segments[-1].index is None:
-        return text[segments[-1].start :]
-    without = render.or_none(messages) or ""  # the prompt is written within the loop, for its last message
-    return text[len(without) :] if text.startswith(without) else ""
+    """The generation prompt after messages; "": the template writes none, or refuses these messages."""
+    text, without = render.or_none(messages, prompt=True), render.or_none(messages)
+    if text is None or without is None:
+        return ""
+    if text.startswith(without):
+        return text[len(without) :]
+    text, segments = render.with_segments(messages, prompt=True)  # something else is written in the prompt's place
+    return text[segments[-1].start :] if segments[-1].index is None else ""
+
+
+def _end_of_last_turn(conversation: Conversation, index: int, turn: Span) -> int:
+    """The end of the turn of the last message: with what follows the loop over messages. Without what the template writes for
+    results of calls, which it writes without results as well, if it writes them into the turn."""
+    start, end = turn
+    if "tool_calls" in conversation.messages[index]:
+        result = {"role": "tool", "content": PROBE}
+        try:
+            text, segments = conversation.render.with_segments([*conversation.messages, result])
+        except REFUSALS:
+            segments = []
+        own = [part for part in segments if part.index == index]
+        if own and own[0].start == start and own[0].end < end and conversation.text.startswith(text[: own[0].end]):
+            return own[0].end
+    after = conversation.segments[-1]
+    return after.end if after.index is None and after.start == end else end
 
 
 def _through_end_token(conversation: Conversation, index: int, turn: Span) -> int:
