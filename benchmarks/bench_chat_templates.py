@@ -14,7 +14,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,9 @@ def expected_characters(template: str, messages: list[Message], tools: Any, adde
     prompts = list(_prompts(template, messages, tools))
     joined: list[tuple[int, int]] = []
     for start, end in marks:
-        start = min(end, max([start, *(_end_of_prompt(text, start, end, before, prompt) for before, prompt in prompts)]))
+        start = min(
+            end, max([start, *(_end_of_prompt(text, start, end, before, prompt) for before, prompt in prompts)])
+        )
         if joined and joined[-1][1] == start:  # a turn may have several marks, one after the other
             start = joined.pop()[0]
         joined.append((start, end))
@@ -193,8 +195,9 @@ def cell(name: str, form: str, pair: tuple[str, str], conversation: str) -> Cell
     wrong = sorted(here for here, there in shared.items() if (here in learned) != (there in expected))
     share = len(shared) / max(len(text), len(twins_text))
     if wrong:
-        what = "learned" if wrong[0] in learned else "not learned"
-        detail = f"{len(wrong)} characters, the first {what}: {text[max(0, wrong[0] - 25) : wrong[0]]!r} | {text[wrong[0] : wrong[0] + 30]!r}"
+        first, what = wrong[0], "learned" if wrong[0] in learned else "not learned"
+        place = f"{text[max(0, first - 25) : first]!r} | {text[first : first + 30]!r}"
+        detail = f"{len(wrong)} characters, the first {what}: {place}"
         return Cell(name, form, conversation, "wrong", detail, share)
     return Cell(name, form, conversation, "equal", "", share)
 
@@ -227,6 +230,63 @@ def cells(names: Sequence[str] | None = None) -> Iterator[Cell]:
             yield cell(name, FORMS[1], (without_marks(twin), twin), conversation)
 
 
+def page(found: Sequence[Cell]) -> str:
+    """The page of the results."""
+    counts = Counter(each.outcome for each in found)
+    compared = len(found) - counts["not taken"]
+    rows = []
+    for name in dict.fromkeys(each.template for each in found):
+        own = [each for each in found if each.template == name]
+        of = Counter(each.outcome for each in own)
+        otherwise = sum(each.shared < 1 for each in own)
+        rows.append(
+            f"| {name} | {of['equal']} | {of['wrong']} | {of['refused']} | {of['not taken']} | {otherwise or ''} |"
+        )
+    refused = Counter((each.template, each.conversation, each.detail) for each in found if each.outcome == "refused")
+    reasons = [f"- {name}, {conversation}: {reason}" for name, conversation, reason in refused]
+    return PAGE_TEXT.format(
+        num_templates=len(rows),
+        num_conversations=len(CONVERSATIONS),
+        compared=compared,
+        equal=counts["equal"],
+        wrong=counts["wrong"],
+        refused=counts["refused"],
+        share=counts["refused"] / compared,
+        not_taken=counts["not taken"],
+        trl=trl.__version__,
+        rows="\n".join(rows),
+        reasons="\n".join(["", *reasons]) if reasons else " None.",
+        conversations=", ".join(CONVERSATIONS),
+    )
+
+
+PAGE_TEXT = """# What is learned under chat templates, against TRL's training templates
+
+Written by `python benchmarks/bench_chat_templates.py`; [the rule](data.md#which-tokens-of-a-conversation-are-learned).
+
+TRL {trl} ships {num_templates} chat templates with a twin for training, which marks the assistant's turns (`{{% generation %}}`). Each is
+compared with its twin on {num_conversations} conversations, twice: the template as it is, and the twin without its marks. A cell is equal if
+the learned characters are those that the twin marks.
+
+- White space after the token that ends a turn does not count, nor does the part of the generation prompt that some twins mark:
+  both are never generated.
+- Where a twin writes another text than its template (reasoning of earlier turns, GLM's `<|user|>` at the end), the words that both
+  share at the beginning and at the end are compared; the twin without marks is compared in full.
+- A conversation that the template or its twin refuses to write, in all forms (text or parts, arguments as a mapping or as JSON), or
+  writes without the user's text, is not taken and not counted.
+
+**{compared} cells: {equal} equal, {wrong} wrong, {refused} refused ({share:.1%}); {not_taken} not taken.**
+
+| template | equal | wrong | refused | not taken | of them with another text than the twin's |
+| --- | --- | --- | --- | --- | --- |
+{rows}
+
+Refused, with the reason:{reasons}
+
+The conversations: {conversations}.
+"""
+
+
 def main() -> int:
     warnings.simplefilter("ignore")
     names = sys.argv[1:]
@@ -235,6 +295,8 @@ def main() -> int:
         if each.outcome in ("wrong", "refused"):
             print(f"{each.outcome:8} {each.template} ({each.form}), {each.conversation}: {each.detail}")
     print(Counter(each.outcome for each in found))
+    if not names:
+        PAGE.write_text(page(found), encoding="utf-8")
     return int(any(each.outcome == "wrong" for each in found))
 
 

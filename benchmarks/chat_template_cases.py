@@ -130,7 +130,12 @@ CONVERSATIONS: dict[str, list[Message]] = {
     "a thought": [user(), assistant(**THOUGHT)],
     "thoughts in all turns": [user(), assistant(**THOUGHT), user("And the sea?"), assistant("Far away.", **THOUGHT)],
     "a thought in an early turn": [user(), assistant(**THOUGHT), *SECOND],
-    "a thought before a call": [user(), calls(call(), content="", **THOUGHT), result(), assistant("1094 km.", **THOUGHT)],
+    "a thought before a call": [
+        user(),
+        calls(call(), content="", **THOUGHT),
+        result(),
+        assistant("1094 km.", **THOUGHT),
+    ],
     "a thought in the content": [user(), assistant("<think>\nIt flows north.\n</think>\n\nBehind the hill.")],
     "thoughts in all contents": [
         user(),
@@ -163,4 +168,6 @@ CONVERSATIONS: dict[str, list[Message]] = {
         assistant([{"type": "text", "text": "Behind "}, {"type": "text", "text": "the hill."}]),
     ],
 }
-WITH_TOOLS = frozenset(name for name, messages in CONVERSATIONS.items() if any("tool_calls" in each for each in messages))
+WITH_TOOLS = frozenset(
+    name for name, messages in CONVERSATIONS.items() if any("tool_calls" in each for each in messages)
+)

@@ -136,6 +136,7 @@ def render_with_spans(
     render, messages = make_renderer(messages, tools, template=template, literals=literals)
     with as_bad_sample("the chat template", where, "the messages"):
         conversation = read_conversation(render, messages, literals)
+        literals.warn_of_unknown_tokens(conversation.text, conversation.sources)
         if marks_assistant_turns(template):
             spans = render.with_marks(messages)[1]
             require_own_text(where, conversation, spans)

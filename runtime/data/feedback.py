@@ -69,7 +69,7 @@ class LabelledEncoder(SampleEncoder):
                 f"{where}: messages need a tokenizer with a chat template; this one has none (chat_template)."
             )
         else:
-            encoded = Tokens(self.chat.encode_messages(where, fields["messages"], fields, None)[0], None)
+            encoded = Tokens(self.chat.encode_messages(where, fields["messages"], fields, frozenset())[0], None)
         return replace(encoded, label=float(fields["label"]))
 
     def fingerprint(self) -> list[Any]:

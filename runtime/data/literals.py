@@ -12,6 +12,7 @@ the data are marked before the template is rendered, and marked ones are encoded
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import warnings
 from collections.abc import Collection, Iterator, Sequence
@@ -25,6 +26,8 @@ from patchgen.runtime.data.problems import BadSample, DataError
 START, END = "\U000f0000", "\U000f0001"  # private-use characters, which transformers also uses to mark control tokens
 MARKED = re.compile(f"{START}([^{START}{END}]*){END}|[{START}{END}]")
 
+SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>|<(?:start|end)_of_\w{1,30}>")
+"""What special tokens look like in templates."""
 TEMPLATE = -1
 """The source of characters that the data have not brought."""
 Span = tuple[int, int]
@@ -130,6 +133,35 @@ class Literals:
             return [self.mark(element) for element in value]
         return value
 
+    def unknown_tokens(self, text: str, sources: np.ndarray | None = None) -> list[str]:
+        """What a template writes as special tokens, and is none of the tokenizer's, as where it is the template of another model.
+
+        Args:
+            text: rendered.
+            sources: as of `mark_rendered`; what the data have brought does not count.
+        """
+        found = [
+            match.group()
+            for match in SPECIAL_TOKEN.finditer(text)
+            if sources is None or (sources[match.start() : match.end()] == TEMPLATE).all()
+        ]
+        return [token for token in dict.fromkeys(found) if token not in self._vocabulary]
+
+    @functools.cached_property
+    def _vocabulary(self) -> frozenset[str]:
+        return frozenset(self.tokenizer.get_vocab())
+
+    def warn_of_unknown_tokens(self, text: str, sources: np.ndarray | None) -> None:
+        """Warns of each of `unknown_tokens` once."""
+        for token in self.unknown_tokens(text, sources):
+            if token not in self._warned:
+                self._warned.add(token)
+                warnings.warn(
+                    f"The chat template writes {token!r}, for which the tokenizer has no token: it is the template of another model, "
+                    "or the tokens were not added. Models do not stop generation at text. `patchgen doctor` says more.",
+                    stacklevel=2,
+                )
+
     def mark_rendered(
         self, where: str, text: str, sources: np.ndarray | None, spans: Sequence[Span], data: Any
     ) -> tuple[str, list[Span]]:
@@ -143,7 +175,9 @@ class Literals:
             BadSample: the data have special tokens, and it is unknown which those are in the text.
         """
         if sources is None:
-            token = next((match.group() for string in strings_of(data) if (match := self.pattern.search(string))), None)
+            token = next(
+                (match.group() for string in strings_of(data) if (match := self.pattern.search(string))), None
+            )
             if token is not None:
                 raise BadSample(
                     where,

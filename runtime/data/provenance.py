@@ -25,9 +25,11 @@ from patchgen.runtime.data.rendering import Renderer, compared_texts
 
 OTHER_LETTERS = (range(0x20000, 0x2A6E0), range(0x2A700, 0x2B739), range(0x30000, 0x3134B), range(0x100000, 0x10FFFE))
 """Ideographs that are printable and have no case, and at last private characters."""
-KEPT_CHARACTERS = re.compile(r"[\s\"'\\\x00-\x1f\x7f]")
-"""What templates strip, split at or escape."""
-NAMES = frozenset(("role", "name", "id", "tool_call_id", "type", "image", "image_url", "video", "audio", "path", "url"))
+KEPT_CHARACTERS = re.compile(r"[\s\"'\\]")
+"""What templates strip, split at or escape; characters that cannot be printed are kept as well."""
+NAMES = frozenset(
+    ("role", "name", "id", "tool_call_id", "type", "image", "image_url", "video", "audio", "path", "url")
+)
 """Fields of messages that are not texts: templates compare them, and write names outside of the message as well."""
 TOOLS = -2
 """The source of a character of the tools' schemas."""
@@ -99,12 +101,13 @@ class _Letters:
         return "".join([*pieces, self._in_letters(text[last:], source)])
 
     def _in_letters(self, text: str, source: int) -> str:
-        for character in sorted(set(text)):
+        written = sorted(character for character in set(text) if character.isprintable())
+        for character in written:
             if (source, character) not in self._letters:
                 letter = next(self._unused, None)
                 self.exhausted |= letter is None
                 self._letters[source, character] = letter or character
-        return text.translate({ord(character): self._letters[source, character] for character in set(text)})
+        return text.translate({ord(character): self._letters[source, character] for character in written})
 
     def sources(self, rendered: str, text: str) -> np.ndarray | None:
         """`(len(text),)` int64: the source of each character; None: `rendered` is not `text` in these letters."""

@@ -1,8 +1,8 @@
 """Finds the role of each token of a conversation: that of the message which has brought it; all others are the template's.
 
-    messages    user: Hi                    assistant: Hello
-    rendered    <|user|>Hi<|end|><|assistant|>Hello<|end|>
-    role                uu                    aaaaa
+messages    user: Hi                    assistant: Hello
+rendered    <|user|>Hi<|end|><|assistant|>Hello<|end|>
+role                uu                    aaaaa
 """
 
 from __future__ import annotations

@@ -91,7 +91,13 @@ def spans_of_turns(where: str, conversation: Conversation, wanted: Sequence[int]
     Raises:
         BadSample: the turn cannot be told from other text.
     """
-    found = {}
+    found: dict[int, list[Span]] = {}
+    if conversation.sources is None and wanted:
+        raise BadSample(
+            where,
+            "what the chat template writes cannot be traced to the messages: it changes their letters, or compares their texts "
+            "with each other (a template that marks the assistant's turns by {% generation %} needs no such trace)",
+        )
     for index in wanted:
         reasons = []
         for rule in (_by_segments, _by_prefixes):
@@ -114,7 +120,8 @@ def require_own_text(where: str, conversation: Conversation, marks: Sequence[Spa
     foreign = sorted(conversation.sources_in(marks) - set(conversation.assistants))
     if foreign:
         raise BadSample(
-            where, f"the chat template marks {_described(conversation, foreign[0])} as the assistant's ({{% generation %}})"
+            where,
+            f"the chat template marks {_described(conversation, foreign[0])} as the assistant's ({{% generation %}})",
         )
 
 
@@ -210,10 +217,8 @@ def _described(conversation: Conversation, index: int) -> str:
 
 
 def _is_written(conversation: Conversation, index: int) -> bool:
-    """Whether the text has anything of a message; unknown counts as written."""
-    return index in conversation.sources_in([(0, len(conversation.text))]) or (
-        conversation.sources is None and not conversation.segments
-    )
+    """Whether the text has anything of a message."""
+    return index in conversation.sources_in([(0, len(conversation.text))])
 
 
 # ------------------------------------------------------------------------------------------------------------ borders
