@@ -10,6 +10,7 @@ without its marks against the twin with them.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import warnings
@@ -72,16 +73,19 @@ def without_marks(template: str) -> str:
     return GENERATION.sub(lambda match: f"{match[1]}{'endif' if match[2] else 'if true'}{match[3]}", template)
 
 
-def in_a_form(messages: list[Message], *, parts: bool, text_arguments: bool) -> list[Message]:
-    """Messages with all contents as parts, or arguments of calls as JSON."""
+def in_a_form(messages: list[Message], *, content: str, text_arguments: bool) -> list[Message]:
+    """Messages with all contents "as they are", as "parts" or as "text", and with arguments of calls as JSON."""
     formed = []
     for message in messages:
         message = dict(message)
-        if parts and isinstance(message.get("content"), str):
-            message["content"] = [{"type": "text", "text": message["content"]}]
+        given = message.get("content")
+        if content == "parts" and isinstance(given, str):
+            message["content"] = [{"type": "text", "text": given}]
+        if content == "text" and isinstance(given, list):
+            message["content"] = "".join(part["text"] for part in given)
         if text_arguments and "tool_calls" in message:
             message["tool_calls"] = [
-                {**each, "function": {**each["function"], "arguments": '{"place": "Dresden"}'}}
+                {**each, "function": {**each["function"], "arguments": json.dumps(each["function"]["arguments"])}}
                 for each in message["tool_calls"]
             ]
         formed.append(message)
@@ -101,9 +105,9 @@ def marked(template: str, messages: list[Message], tools: Any) -> tuple[str, lis
 
 def taken_form(pair: Sequence[str], messages: list[Message], tools: Any) -> list[Message] | None:
     """The first form of the messages that both templates take and write the contents of; None: there is none."""
-    for parts in (False, True):
+    for content in ("as they are", "parts", "text"):
         for text_arguments in (False, True):
-            formed = in_a_form(messages, parts=parts, text_arguments=text_arguments)
+            formed = in_a_form(messages, content=content, text_arguments=text_arguments)
             try:
                 texts = [rendered(template, formed, tools) for template in pair]
             except REFUSALS:
@@ -264,9 +268,9 @@ PAGE_TEXT = """# What is learned under chat templates, against TRL's training te
 
 Written by `python benchmarks/bench_chat_templates.py`; [the rule](data.md#which-tokens-of-a-conversation-are-learned).
 
-TRL {trl} ships {num_templates} chat templates with a twin for training, which marks the assistant's turns (`{{% generation %}}`). Each is
-compared with its twin on {num_conversations} conversations, twice: the template as it is, and the twin without its marks. A cell is equal if
-the learned characters are those that the twin marks.
+TRL {trl} ships {num_templates} chat templates with a twin for training, which marks the assistant's turns
+(`{{% generation %}}`). Each is compared with its twin on {num_conversations} conversations, twice: the template as it is, and the
+twin without its marks. A cell is equal if the learned characters are those that the twin marks.
 
 - White space after the token that ends a turn does not count, nor does the part of the generation prompt that some twins mark:
   both are never generated.

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 Message = dict[str, Any]
 TOKEN = re.compile(
-    r"<\|[^<>|'\"\s]{1,40}\|>|<｜[^<>'\"\s]{1,40}｜>|<\|[a-z_\"]{1,30}>|<[a-z_]{1,30}\|>|</?s>|<(?:start|end)_of_\w{1,30}>"
+    r"<\|[^<>|'\s]{1,40}\|>|<｜[^<>'\"\s]{1,40}｜>|<\|[a-z_\"]{1,30}>|<[a-z_]{1,30}\|>|</?s>|<(?:start|end)_of_\w{1,30}>"
     r"|</?think>|</?tool_call>|</?tool_response>|<image>|\[gMASK\]|<sop>|\[/?INST\]"
 )
 """What tokens of a template look like."""

@@ -157,8 +157,8 @@ class Literals:
             if token not in self._warned:
                 self._warned.add(token)
                 warnings.warn(
-                    f"The chat template writes {token!r}, for which the tokenizer has no token: it is the template of another model, "
-                    "or the tokens were not added. Models do not stop generation at text. `patchgen doctor` says more.",
+                    f"The chat template writes {token!r}, for which the tokenizer has no token: it is the template of another "
+                    "model, or the tokens were not added. Models do not stop generation at text. `patchgen doctor` says more.",
                     stacklevel=2,
                 )
 

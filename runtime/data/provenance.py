@@ -7,8 +7,8 @@ the result has such a letter, the character of the first rendering is the messag
     rendered in other letters        <|user|>𠀀𠀁<|end|><|assistant|>𠀂𠀁 𠀃𠀄𠀅𠀆𠀅<|end|>
     message                                  00                     11 11111
 
-White space, quotes and what the template looks for (`'</think>' in content`) stay, so that it takes the same branches: the
-second rendering in the first's letters has to be the first, else nothing is known.
+White space and quotes stay, and what the template looks for (`'</think>' in content`) if it writes something else without it:
+the second rendering in the first's letters has to be the first, else nothing is known.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ def sources_of_characters(
         marked_tools: texts in the tools' schemas of which the source is asked; others count as the template's.
     """
     compared = compared_texts(render.options["chat_template"])
-    for kept_of_others in ((), compared):
+    for kept_of_answers, kept_of_others in ((), ()), (compared, ()), (compared, compared):
         letters = _Letters(text, messages)
+        kept, kept_elsewhere = _kept(kept_of_answers), _kept(kept_of_others)
         written = [
-            letters.write(message, index, _kept(compared if message["role"] == "assistant" else kept_of_others))
+            letters.write(message, index, kept if message["role"] == "assistant" else kept_elsewhere)
             for index, message in enumerate(messages)
         ]
         tools = render.options.get("tools")

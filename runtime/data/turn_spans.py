@@ -204,8 +204,9 @@ def _why_not(conversation: Conversation, index: int, spans: Sequence[Span]) -> s
         for start, end in [*spans, *own]:
             outside[start:end] = False
         if outside.any():
-            position = int(np.flatnonzero(outside)[0])
-            part = conversation.text[position : position + 20]
+            first = int(np.flatnonzero(outside)[0])
+            length = int(np.flatnonzero(~np.append(outside[first:], False))[0])
+            part = conversation.text[first : first + min(length, 20)]
             return f"the chat template writes {part!r} of message {index} outside of its turn"
     return ""
 
