@@ -25,8 +25,8 @@ from patchgen.runtime.data.rendering import Renderer, compared_texts
 
 OTHER_LETTERS = (range(0x20000, 0x2A6E0), range(0x2A700, 0x2B739), range(0x30000, 0x3134B), range(0x100000, 0x10FFFE))
 """Ideographs that are printable and have no case, and at last private characters."""
-KEPT_CHARACTERS = re.compile(r"[\s\"'\\]")
-"""What templates strip, split at or escape; characters that cannot be printed are kept as well."""
+KEPT_CHARACTERS = frozenset(" \"'\\")
+"""What templates strip, split at or escape; characters that cannot be printed, as other white space, are kept as well."""
 NAMES = frozenset(
     ("role", "name", "id", "tool_call_id", "type", "image", "image_url", "video", "audio", "path", "url")
 )
@@ -66,7 +66,7 @@ def sources_of_characters(
 
 
 def _kept(texts: Sequence[str]) -> re.Pattern[str]:
-    return re.compile("|".join([*map(re.escape, texts), KEPT_CHARACTERS.pattern]))
+    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 
 class _Letters:
@@ -90,7 +90,7 @@ class _Letters:
         """The tools, with what `pattern` matches in other letters."""
         return _mapped(
             value,
-            lambda text: pattern.sub(lambda match: self._write_text(match.group(), TOOLS, KEPT_CHARACTERS), text),
+            lambda text: pattern.sub(lambda match: self._in_letters(match.group(), TOOLS), text),
             frozenset(),
         )
 
@@ -102,13 +102,14 @@ class _Letters:
         return "".join([*pieces, self._in_letters(text[last:], source)])
 
     def _in_letters(self, text: str, source: int) -> str:
-        written = sorted(character for character in set(text) if character.isprintable())
-        for character in written:
-            if (source, character) not in self._letters:
-                letter = next(self._unused, None)
-                self.exhausted |= letter is None
-                self._letters[source, character] = letter or character
-        return text.translate({ord(character): self._letters[source, character] for character in written})
+        table = {}
+        for character in sorted(set(text) - KEPT_CHARACTERS):
+            if not character.isprintable():
+                continue
+            letter = self._letters.get((source, character)) or next(self._unused, None)
+            self.exhausted |= letter is None
+            self._letters[source, character] = table[ord(character)] = letter or character
+        return text.translate(table)
 
     def sources(self, rendered: str, text: str) -> np.ndarray | None:
         """`(len(text),)` int64: the source of each character; None: `rendered` is not `text` in these letters."""

@@ -118,16 +118,18 @@ def test_no_text_of_another_role_is_learned(name):
     assert taken
 
 
-def test_a_header_that_repeats_an_answer_is_not_learned():
-    """Exchanging the answer changed the next header too: the learned span reached into it."""
+def test_a_header_that_repeats_the_name_of_a_call_is_not_learned():
+    """Exchanging the call changed the next header too: the learned span reached into it."""
     template = (
-        "{%- for message in messages -%}{{ '<|im_start|>' + message.role }}{%- if loop.index0 and message.role == 'user' -%}"
-        "{{ ' after ' + messages[loop.index0 - 1].role }}{%- endif -%}{{ '\n' }}{%- if message.thought and loop.last -%}"
-        "{{ message.thought }}{%- endif -%}{{ message.content + '<|im_end|>\n' }}{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+        "{%- for message in messages -%}{%- if message.role == 'tool' -%}"
+        "{{ '<|im_start|>' + messages[loop.index0 - 1].tool_calls[0].function.name + '\n' }}"
+        "{%- else -%}{{ '<|im_start|>' + message.role + '\n' }}{%- endif -%}"
+        "{%- if loop.last and message.role == 'assistant' -%}<think></think>{%- endif -%}{{ message.content }}"
+        "{%- for call in message.tool_calls or [] -%}{{ '[' + call.function.name + ']' }}{%- endfor -%}{{ '<|im_end|>\n' }}"
+        "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
     )
-    messages = [user("Hi"), assistant("Hello", thought="T"), user("Hello"), assistant("Hello", thought="T")]
-    assert learned_text(template, messages) == "Hello<|im_end|>·THello<|im_end|>"
+    messages = [user("Hi"), calls(call(), content=""), result("R"), assistant("Yes")]
+    assert learned_text(template, messages) == "[look_up]<|im_end|>·<think></think>Yes<|im_end|>"
 
 
 def test_text_of_another_message_in_a_turn_makes_a_bad_sample():
@@ -182,14 +184,12 @@ def test_turns_are_found_in_loops_over_numbers_too():
     assert learned_text(pairs, messages) == "There.</s>·Yes.</s>"
 
 
-@pytest.mark.parametrize("last", [True, False])
-def test_a_turn_without_an_end_token_ends_with_the_next_marker(last):
-    """One rule for turns whose rendering is a prefix of the conversation's and for those whose is not."""
-    template = ALL["glm4moe"]
-    turns = [user(), assistant("There.", reasoning_content="R"), user("Oh?"), assistant("Yes.", reasoning_content="R")]
-    shown = turns if last else turns[:-1]
-    first = "\n<think></think>\nThere.<|user|>"
-    assert learned_text(template, shown) == first + ("·\n<think>R</think>\nYes." if last else "")
+@pytest.mark.parametrize("thought", [{"reasoning_content": "R"}, {}])
+def test_a_turn_without_an_end_token_ends_with_the_next_marker(thought):
+    """One rule for turns that are written otherwise once others follow (without their thought), and for those that are not."""
+    messages = [user(), assistant("There.", **thought), user("Oh?"), assistant("Yes.", **thought)]
+    found = learned_text(ALL["glm4moe"], messages)
+    assert found == f"\n<think></think>\nThere.<|user|>·\n<think>{(thought and 'R') or ''}</think>\nYes."
 
 
 def test_calls_without_an_end_token_end_with_the_marker_of_their_result():
@@ -200,11 +200,12 @@ def test_calls_without_an_end_token_end_with_the_marker_of_their_result():
 
 def test_calls_of_a_template_that_forbids_content_beside_thinking():
     """The row is valid; what was exchanged for its missing content was not."""
-    messages = [user(), calls(call(place="x"), thinking="T"), result("R"), calls(call(place="y"), thinking="U")]
+    messages = [user(), calls(call(place="x"), thinking="T"), result("R"), assistant("Yes."), user(), assistant("No.")]
     found = learned_text(ALL["gptoss"], messages, tools=TOOLS)
-    assert found.startswith("<|channel|>analysis<|message|>T<|end|><|start|>assistant to=functions.look_up")
-    assert found.count("<|call|>") == 2
-    assert "R" not in found
+    assert found == (
+        ' to=functions.look_up<|channel|>commentary json<|message|>{"place": "x"}<|call|>·<|channel|>final<|message|>Yes.<|end|>'
+        "·<|channel|>final<|message|>No.<|return|>"
+    )
 
 
 def test_a_template_sees_the_thought_in_an_answer_though_its_tokens_are_special():
