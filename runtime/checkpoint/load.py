@@ -216,7 +216,8 @@ def match_checkpoint(
     problems = integer_weight_problems(state, assembly.parameters, stored)
     if problems:
         raise CheckpointError(f"{directory} does not fit {class_name(model)}:", problems)
-    origin = Origin.of(directory.absolute(), {key: tensor.shape for key, tensor in stored.items()})
+    shapes = {key: tensor.shape for key, tensor in stored.items()}
+    origin = Origin.of(directory.absolute(), shapes, assembly.parameters)
     num_bytes = sum(tensor.num_bytes for tensor in stored.values())
     return CheckpointMatch(
         assembly.parameters, loaded_names, copies, tuple(initialised), tuple(sorted(ignored)), origin, num_bytes
