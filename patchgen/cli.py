@@ -358,7 +358,7 @@ def data(
 
 
 Layout = Annotated[str | None, Option("--layout", help="per-expert or stacked; by default as in the original")]
-DType = Annotated[str | None, Option("--dtype", help="bfloat16, float16 or float32, instead of the stored one")]
+DType = Annotated[str | None, Option("--dtype", help="bfloat16, float16 or float32, instead of the original's")]
 
 
 @app.command()

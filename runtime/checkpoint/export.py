@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from patchgen.runtime import kept_dtypes
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.file_reader import FileReader, unrepresentable
-from patchgen.runtime.checkpoint.layout import class_name, disassemble
+from patchgen.runtime.checkpoint.layout import Origin, class_name, disassemble
 from patchgen.runtime.checkpoint.lazy_tensors import (
     LazyTensor,
     ReadPlan,
@@ -82,7 +82,8 @@ def export_pretrained(
         layout: "per-expert" or "stacked"; None: that of the checkpoint that the model was loaded from, or upstream's.
         source: the folder of the original, whose tokenizer, processor and generation config are copied; None: that of
             the untrained part, if there is one.
-        dtype: of floating-point weights, except those that upstream keeps in fp32; None: unchanged.
+        dtype: of floating-point weights, except those that upstream keeps in fp32; None: for each tensor, that of the checkpoint
+            that the model was loaded from; without one, that of the weights.
         max_file: bytes of a file, unless a single tensor is larger.
         trained_only: write only the model, with its own config.
 
@@ -152,7 +153,7 @@ def outputs_and_files(
     Raises:
         CheckpointError: no such layout; two tensors with the same key.
     """
-    outputs = make_outputs(model, disassemble(model, tensors, layout=layout, origin=untrained.trained_origin), dtype)
+    outputs = _outputs_of(model, tensors, layout, untrained.trained_origin, dtype)
     duplicates = {output.name for output in outputs} & {output.name for output in untrained.tensors}
     if duplicates:
         raise CheckpointError(
@@ -196,7 +197,7 @@ def plan_outputs(
     """
     require_no_adapters(model)
     origin = getattr(model, "checkpoint_origin", None)
-    outputs = make_outputs(model, disassemble(model, _lazy_tensors(tensors), layout=layout, origin=origin), dtype)
+    outputs = _outputs_of(model, _lazy_tensors(tensors), layout, origin, dtype)
     require_representable(outputs, tensors)
     return outputs
 
@@ -220,7 +221,10 @@ def require_representable(outputs: Sequence[Output], tensors: dict[str, Tensor])
         if lost is not None:
             problems.append(f"{name} holds {lost:g}, which {dtype} cannot represent.")
     if problems:
-        raise CheckpointError("Weights do not fit into the dtype that they are to be written in:", problems)
+        advice = "To fix: choose another (--dtype; in a recipe checkpoint.export_dtype), such as bfloat16."
+        raise CheckpointError(
+            "Weights do not fit into the dtype that they are to be written in:", problems, advice=advice
+        )
 
 
 def _not_surely_representable(casts: Sequence[Cast]) -> Iterator[Cast]:
@@ -251,6 +255,29 @@ def require_no_adapters(model: nn.Module) -> None:
             f"The model has adapters ({first}): upstream has no names for its weights. To fix: merge them first "
             "(`lora.merge` of runtime/train/lora.py), or save only the adapters (`lora.save`)."
         )
+
+
+def _outputs_of(
+    model: PreTrainedModel,
+    tensors: dict[str, LazyTensor],
+    layout: str | None,
+    origin: Origin | None,
+    dtype: torch.dtype | None,
+) -> list[Output]:
+    """The tensors to write, in the dtype that is chosen, or each in that of the original.
+
+    Raises:
+        CheckpointError: no such layout.
+    """
+    to_write = disassemble(model, tensors, layout=layout, origin=origin)
+    if dtype is not None or origin is None or not origin.dtypes:
+        return make_outputs(model, to_write, dtype)
+    as_stored = {}
+    for name, tensor in tensors.items():
+        stored = origin.dtype_of(name) if tensor.is_floating_point() else None
+        as_stored[name] = leaf(name, tensor.shape, stored or tensor.dtype, None)
+    dtypes = disassemble(model, as_stored, layout=layout, origin=origin)
+    return [Output(key, lazy, dtypes[key].dtype) for key, lazy in to_write.items()]
 
 
 def make_outputs(model: nn.Module, to_write: dict[str, LazyTensor], dtype: torch.dtype | None) -> list[Output]:

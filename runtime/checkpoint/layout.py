@@ -18,9 +18,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -43,6 +45,7 @@ from transformers.core_model_loading import (
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, UnsupportedOperation, is_permuted
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG
 from patchgen.runtime.checkpoint.vocabulary import has_fewer_rows
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
@@ -59,19 +62,33 @@ class Origin:
         directory: of the checkpoint.
         shapes: the first key of each pattern (`pattern_of`) -> its shape.
         contents: a hash of all keys and shapes; "": not known (training states of earlier versions).
+        dtypes: of the floating-point tensors, by pattern of the model's names; also by name, where a name differs from its pattern.
+        config: the text of config.json; None: there is none, or it is not known.
     """
 
     directory: str
     shapes: dict[str, tuple[int, ...]]
     contents: str = ""
+    dtypes: dict[str, str] = field(default_factory=dict)
+    config: str | None = None
 
     @classmethod
-    def of(cls, directory: object, shapes: Mapping[str, Sequence[int]]) -> Origin:
+    def of(
+        cls, directory: object, shapes: Mapping[str, Sequence[int]], parameters: Mapping[str, Tensor] | None = None
+    ) -> Origin:
+        """
+        Args:
+            shapes: of all keys of the checkpoint.
+            parameters: what the model loaded from it, by name in its state dict, with the dtypes of the files.
+        """
         first: dict[str, tuple[str, tuple[int, ...]]] = {}
         for key in sorted(shapes, key=dot_natural_key):
             first.setdefault(pattern_of(key), (key, tuple(shapes[key])))
         listed = json.dumps(sorted((key, list(shape)) for key, shape in shapes.items()))
-        return cls(str(directory), dict(first.values()), hashlib.sha256(listed.encode()).hexdigest()[:32])
+        contents = hashlib.sha256(listed.encode()).hexdigest()[:32]
+        file = Path(str(directory)) / CONFIG
+        config = file.read_text(encoding="utf-8") if file.is_file() else None
+        return cls(str(directory), dict(first.values()), contents, _dtypes_by_pattern(parameters or {}), config)
 
     def to_json(self) -> dict:
         return asdict(self)
@@ -79,7 +96,15 @@ class Origin:
     @classmethod
     def from_json(cls, fields: dict) -> Origin:
         shapes = {key: tuple(shape) for key, shape in fields["shapes"].items()}
-        return cls(fields["directory"], shapes, fields.get("contents", ""))
+        known = fields.get("contents", ""), fields.get("dtypes", {}), fields.get("config")
+        return cls(fields["directory"], shapes, *known)
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """The dtype that the files have for a floating-point tensor of the model, by its name in the state dict; of a tensor that
+        they lack, that of most patterns; None: not known."""
+        found = self.dtypes.get(name) or self.dtypes.get(pattern_of(name))
+        most = found or next((dtype for dtype, _ in Counter(self.dtypes.values()).most_common(1)), None)
+        return getattr(torch, most) if most else None
 
     def has_tensors_of(self, other: Origin) -> bool:
         """Whether this is the same checkpoint as `other`, by keys and shapes; if not all of them are known, by the first key
@@ -91,6 +116,16 @@ class Origin:
 def pattern_of(key: str) -> str:
     """The key with the numbers of layers and experts replaced by 0."""
     return ".".join("0" if part.isdigit() else part for part in key.split("."))
+
+
+def _dtypes_by_pattern(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    dtypes: dict[str, str] = {}
+    names = sorted((name for name, tensor in tensors.items() if tensor.is_floating_point()), key=dot_natural_key)
+    for name in names:  # a pattern's own name, of number 0, comes first
+        dtype = str(tensors[name].dtype).removeprefix("torch.")
+        if dtypes.setdefault(pattern_of(name), dtype) != dtype:
+            dtypes[name] = dtype
+    return dtypes
 
 
 @dataclass

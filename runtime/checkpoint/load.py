@@ -215,7 +215,8 @@ def match_checkpoint(
     problems = integer_weight_problems(state, assembly.parameters, stored)
     if problems:
         raise CheckpointError(f"{directory} does not fit {class_name(model)}:", problems)
-    origin = Origin.of(directory.absolute(), {key: tensor.shape for key, tensor in stored.items()})
+    shapes = {key: tensor.shape for key, tensor in stored.items()}
+    origin = Origin.of(directory.absolute(), shapes, assembly.parameters)
     num_bytes = sum(tensor.num_bytes for tensor in stored.values())
     rows = {first: (assembly.parameters[name].shape, state[first].shape) for first, name in loaded_names.items()}
     grown = {name: (own[0], new[0]) for name, (own, new) in rows.items() if has_fewer_rows(own, new)}

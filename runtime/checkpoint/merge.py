@@ -10,9 +10,11 @@ checkpoint (the talker of an omni model) is copied byte for byte.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from patchgen.runtime import registry
+from patchgen.runtime.checkpoint.adapter_options import CHANGE_WEIGHTS, initial_factors, mergeable_config
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.export import outputs_and_files, saved_tensors
 from patchgen.runtime.checkpoint.file_reader import FileReader, unrepresentable
@@ -39,6 +42,9 @@ from patchgen.runtime.checkpoint.offline import read_region, write_folder
 from patchgen.runtime.checkpoint.safetensor_files import read_folder
 from patchgen.runtime.checkpoint.untrained_part import untrained_part_of
 from patchgen.runtime.checkpoint.writing import MAX_FILE, Output, ReadableOutput
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -120,26 +126,22 @@ def merge_adapter(
     adapter, source, directory = Path(adapter), Path(source), Path(directory)
     if source.resolve() == directory.resolve():
         raise CheckpointError(f"{source} is both the source and the output: give another output folder.")
+    config = mergeable_config(adapter)
     stored = read_folder(source)
     model = _adapted_model(adapter, source)
     require_loadable_config(model, source)
-    factors = _factors(model, adapter)
     assembly = assemble(model, stored_leaves(stored))
     parameters = dict(assembly.parameters)
     problems = integer_weight_problems(model.state_dict(), parameters, stored)
     for group in tied_groups(model):
         loaded = next((parameters[name] for name in group if name in parameters), None)
         parameters |= dict.fromkeys(group, loaded) if loaded is not None else {}
-        if adapted := factors.keys() & set(group):
-            raise CheckpointError(
-                f"{adapter} adapts {min(adapted)}, which is tied to {', '.join(sorted({*group} - adapted))} in "
-                f"{class_name(model)}: merging would change both. To fix: keep the adapter as a separate folder."
-            )
     saved, untrained = saved_tensors(model), untrained_part_of(model, source, stored, assembly)
     allowed = {*model.state_dict()} - {*saved} | {tensor.name for tensor in untrained.tensors}
     problems = [*mismatch_messages(model, assembly, stored, allowed=allowed), *problems]
     if problems:
         raise CheckpointError(f"{source} does not fit {class_name(model)}:", problems)
+    factors = _factors(model, adapter, config, parameters)
     parameters = {name: parameters[name] for name in saved}
     outputs, files = outputs_and_files(model, parameters, untrained, source, layout=layout, dtype=dtype)
     delta_leaves = {
@@ -213,30 +215,61 @@ def _has_modules(model: PreTrainedModel, names: list[str]) -> bool:
     return all(name in modules for name in names)
 
 
-def _factors(model: PreTrainedModel, adapter: Path) -> dict[str, Factors]:
-    """What an adapter adds, by parameter of `model`, which PEFT wraps and unwraps again."""
+def _factors(
+    model: PreTrainedModel, adapter: Path, config: LoraConfig, parameters: Mapping[str, LazyTensor]
+) -> dict[str, Factors]:
+    """What an adapter adds, by parameter of `model`, which PEFT wraps and unwraps again.
+
+    Args:
+        parameters: the stored values of the parameters, by name.
+
+    Raises:
+        CheckpointError: it adapts a tied parameter, or adds something other than a product of two factors.
+    """
     import peft
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 
-    parameters = {id(parameter): name for name, parameter in model.named_parameters()}
-    adapted = peft.PeftModel.from_pretrained(model, adapter, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=True)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    _require_untied(model, adapter)
+    # The initialisation needs the stored weights: it is run below, a layer at a time.
+    plain = copy.deepcopy(config)
+    plain.init_lora_weights = True
+    adapted = peft.PeftModel.from_pretrained(
+        model, adapter, adapter_name=ADAPTER_NAME, config=plain, low_cpu_mem_usage=True
+    )
     factors_by_name = {}
-    with safe_open(adapter / WEIGHTS, "pt") as file:
+    with safe_open(adapter / WEIGHTS, "pt") as file, FileReader() as reader:
         for path, layer in adapted.named_modules():
             if not isinstance(layer, LoraLayer) or ADAPTER_NAME not in layer.lora_A:
                 continue
             weight = layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
             assert isinstance(weight, Tensor), "a LoRA layer adapts one parameter"
-            name = parameters[id(weight)]
-            factors = [file.get_tensor(f"{path}.{part}.weight") for part in ("lora_A", "lora_B")]
-            if layer.lora_variant.get(ADAPTER_NAME) is not None or factors[0].ndim != 2:
+            name = names[id(weight)]
+            lora_a, lora_b = (file.get_tensor(f"{path}.{part}.weight") for part in ("lora_A", "lora_B"))
+            if layer.lora_variant.get(ADAPTER_NAME) is not None or lora_a.ndim != 2:
                 raise CheckpointError(
                     f"{adapter} changes {name} by more than a product of two factors ({type(layer).__name__}, "
                     "according to adapter_config.json). To fix: load it with PEFT, and call merge_and_unload."
                 )
-            factors_by_name[name] = _factors_of_layer(layer, weight, *factors)
+            if config.init_lora_weights in CHANGE_WEIGHTS:
+                stored = torch.empty(tuple(weight.shape))
+                read_region(reader, parameters[name], full_region(stored.shape), stored)
+                first_a, first_b = initial_factors(layer, config, ADAPTER_NAME, stored)
+                lora_a, lora_b = torch.cat([lora_a.float(), first_a]), torch.cat([lora_b.float(), -first_b], dim=1)
+            factors_by_name[name] = _factors_of_layer(layer, weight, lora_a, lora_b)
     adapted.unload()
     return factors_by_name
+
+
+def _require_untied(model: PreTrainedModel, adapter: Path) -> None:
+    """Raises CheckpointError for an adapter of a parameter that is tied to another."""
+    adapted = {f"{name}.weight" for name in _module_names(adapter)}
+    for group in tied_groups(model):
+        if found := adapted & set(group):
+            raise CheckpointError(
+                f"{adapter} adapts {min(found)}, which is tied to {', '.join(sorted({*group} - found))} in "
+                f"{class_name(model)}: merging would change both. To fix: keep the adapter as a separate folder."
+            )
 
 
 def _factors_of_layer(layer, weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> Factors:
@@ -244,11 +277,11 @@ def _factors_of_layer(layer, weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> 
 
     Args:
         weight: the adapted parameter, on the meta device.
-        lora_a [E R, I], lora_b [O, R E]: as PEFT stores them; E experts, 1 for a linear layer.
+        lora_a [E R, I], lora_b [O, R E]: as PEFT stores them; E experts, 1 for a matrix.
     """
     from peft.tuners.lora.layer import ParamWrapper
 
-    if not isinstance(layer, ParamWrapper):
+    if not isinstance(layer, ParamWrapper) or weight.ndim == 2:
         left, right = (lora_a.T, lora_b.T) if layer.fan_in_fan_out else (lora_b, lora_a)
         return Factors(left, right, layer.scaling[ADAPTER_NAME])
     layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight = nn.Parameter(lora_a), nn.Parameter(lora_b)

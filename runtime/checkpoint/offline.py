@@ -10,6 +10,7 @@ For each tensor of the output, the regions of stored tensors that it is built fr
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,15 +48,17 @@ from patchgen.runtime.checkpoint.model_files import (
     GENERATION_CONFIG,
     candidate_models_on_meta,
     config_files,
+    read_config,
     side_files,
 )
 from patchgen.runtime.checkpoint.placement import intersection, narrow_to
-from patchgen.runtime.checkpoint.safetensor_files import INCOMPLETE, INDEX, StoredTensor, read_folder
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, INDEX, StoredTensor, read_folder
 from patchgen.runtime.checkpoint.saved_shards import stored_shards
 from patchgen.runtime.checkpoint.saved_steps import SavedSteps
 from patchgen.runtime.checkpoint.train_state import MODEL
 from patchgen.runtime.checkpoint.untrained_part import CopiedTensor, UntrainedPart, find_untrained_part
 from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, ReadableOutput, plan_files
+from patchgen.runtime.checkpoint.written_config import set_dtype
 
 CHUNK = 64 << 20
 """Bytes that are hashed at a time."""
@@ -105,7 +108,13 @@ def convert(
     parameters = {name: lazy for name, lazy in opened.parameters.items() if name in names}
     to_write = disassemble(model, parameters, layout=layout, origin=None)
     outputs = make_outputs(model, to_write, dtype)
-    files = config_files(model, dtype or most_common_dtype(outputs))
+    fields = read_config(source)
+    stored_dtype = dtype or most_common_dtype(outputs)
+    if stored_dtype is not None:
+        set_dtype(fields, stored_dtype, is_part=False)
+    is_same = fields == read_config(source)
+    config = source / CONFIG if is_same else json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
+    files = {**config_files(model, dtype), CONFIG: config}
     unchanged = [CopiedTensor.of(stored) for stored in opened.ignored.values()]
     write_folder(
         directory, [*outputs, *unchanged], files | side_files(source), max_file, keys_of_buffers(model, parameters)

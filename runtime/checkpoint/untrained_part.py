@@ -26,11 +26,10 @@ from patchgen.runtime.checkpoint.lazy_tensors import full_region, leaf
 from patchgen.runtime.checkpoint.load import COMPUTED_BUFFER_SUFFIXES, ignored_by_upstream, stored_leaves
 from patchgen.runtime.checkpoint.model_files import config_files, files_opened_by_upstream, read_config, side_files
 from patchgen.runtime.checkpoint.placement import rank_and_world_size
-from patchgen.runtime.checkpoint.safetensor_files import CONFIG, EXPLICIT, StoredTensor, read_folder
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor, read_folder
 from patchgen.runtime.checkpoint.writing import ReadableOutput
+from patchgen.runtime.checkpoint.written_config import config_text, own_config
 
-FILE_FIELDS = ("dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path")
-"""Config fields that describe the files next to it, not the model."""
 _OTHERS = "its tensors or its numbers of layers are others"
 
 
@@ -56,38 +55,30 @@ class CopiedTensor(ReadableOutput):
 
 @dataclass(frozen=True)
 class UntrainedPart:
-    """The tensors of a checkpoint that the model was not loaded from, and the config of the complete model.
+    """The tensors of a checkpoint that the model was not loaded from, and how those were stored that it was.
 
     Attributes:
         tensors: in any order.
         directory: their folder; None if there are none.
-        config: of the complete model, if the loaded model is a part of it; otherwise None.
-        trained_origin: the layout of the tensors that were loaded; None if the model was not loaded from a checkpoint.
+        is_part: whether the loaded model is a part of the complete one, whose config the checkpoint has.
+        trained_origin: layout, dtypes and config of what was loaded; None if the model was not loaded from a checkpoint.
     """
 
     tensors: tuple[CopiedTensor, ...] = ()
     directory: Path | None = None
-    config: dict | None = None
+    is_part: bool = False
     trained_origin: Origin | None = None
 
     def config_files(self, model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, str | Path]:
-        """The config files: the model's own, or that of the complete model with the changes of its part.
+        """The config files: those of the original, with what was changed in the model's own config.
 
         Args:
             dtype: of the trained floating-point tensors.
         """
-        if self.config is None:
-            return {**config_files(model, dtype)}
-        fields = {key: value for key, value in json.loads(json.dumps(self.config)).items() if key != EXPLICIT}
-        own_config = _own_config(fields, model)
-        assert own_config is not None, "`config` is only set if it contains that of this model"
-        before = type(model.config).from_dict(json.loads(json.dumps(own_config))).to_dict()
-        _update(own_config, _changed_fields(before, model.config.to_dict()))
-        for key in ("dtype", "torch_dtype"):
-            stored = getattr(torch, fields.get(key) or "", None)
-            if dtype is not None and stored is not None:  # loading must not round the trained weights
-                fields[key] = str(torch.promote_types(stored, dtype)).removeprefix("torch.")
-        return {CONFIG: json.dumps(fields, indent=2) + "\n"}
+        source = self.trained_origin.config if self.trained_origin is not None else None
+        if source is not None and not self.is_part and json.loads(source).get("model_type") != model.config.model_type:
+            source = None  # only the part of a larger model is written
+        return {**config_files(model, dtype), CONFIG: config_text(model, source, dtype)}
 
     def side_files(self, source: Path | None) -> dict[str, Path]:
         """Tokenizer, processor and other files: those of `source`, or of the folder of the untrained part."""
@@ -137,7 +128,7 @@ def untrained_part_of(
     unused = assembly.unexpected
     shapes = {key: tensor.shape for key, tensor in stored.items() if key not in unused}
     config = read_config(directory) if (directory / CONFIG).is_file() else {}
-    is_part = config.get("model_type") != model.config.model_type and _own_config(config, model) is not None
+    is_part = config.get("model_type") != model.config.model_type and own_config(config, model) is not None
     copied = ignored_by_upstream(model, unused)  # not what only the user's `allow_unexpected` ignores
     if is_part:  # the rest is of the complete model, except layers that the part was loaded without
         own = {_stack_of(key) for sources in assembly.sources.values() for key in sources}
@@ -145,8 +136,8 @@ def untrained_part_of(
     return UntrainedPart(
         tuple(CopiedTensor.of(stored[key]) for key in unused if key in copied),
         directory if copied else None,
-        config if is_part else None,
-        Origin.of(directory, shapes),
+        is_part,
+        Origin.of(directory, shapes, assembly.parameters),
     )
 
 
@@ -202,33 +193,3 @@ def _lost_keys(model: PreTrainedModel, origin: Origin) -> list[str]:
     own = {name.partition(".")[0] for name in model.state_dict()} | {model.base_model_prefix}
     lost = ignored_by_upstream(model, unused) if used & own else unused
     return sorted(key for key in lost if not key.endswith(COMPUTED_BUFFER_SUFFIXES))
-
-
-def _own_config(fields: dict, model: PreTrainedModel) -> dict | None:
-    """The model's own config within a config, at any depth."""
-    if fields.get("model_type") == model.config.model_type:
-        return fields
-    inner = (_own_config(value, model) for value in fields.values() if isinstance(value, dict))
-    return next((config for config in inner if config is not None), None)
-
-
-def _changed_fields(before: Mapping, now: Mapping) -> dict:
-    """The fields that differ, except FILE_FIELDS."""
-    changed = {}
-    for key, value in now.items():
-        if key in FILE_FIELDS or (key in before and before[key] == value):
-            continue
-        if isinstance(value, dict) and isinstance(before.get(key), dict):
-            value = _changed_fields(before[key], value)
-            if not value:
-                continue
-        changed[key] = value
-    return changed
-
-
-def _update(fields: dict, changes: Mapping) -> None:
-    for key, value in changes.items():
-        if isinstance(value, dict) and isinstance(fields.get(key), dict):
-            _update(fields[key], value)
-        else:
-            fields[key] = value

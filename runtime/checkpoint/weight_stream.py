@@ -2,7 +2,7 @@
 
     for name, tensor in stream_weights(model, dtype=torch.bfloat16):    # on every rank
         ...
-    vllm_model.load_weights(stream_weights(model))                      # vLLM takes the iterator
+    model_runner.reload_weights(weights_iterator=stream_weights(model))     # vLLM takes the iterator
 
 Each rank copies its shards into its segment of a small buffer and broadcasts it; full tensors are assembled from the
 buffer one by one:

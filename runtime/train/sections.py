@@ -247,6 +247,8 @@ class CheckpointConfig:
         asynchronous: write while training continues.
         on_failed: a failed write of a checkpoint or the log (a full disk, say) stops the run, or is reported and skipped.
         export: write the trained model in upstream's layout to `export/` at the end.
+        export_dtype: of the exported floating-point weights; null: for each tensor, that of the checkpoint that was loaded; of
+            a model that started from random weights, `model.dtype`.
     """
 
     every: NonNegativeInt = 0
@@ -254,6 +256,7 @@ class CheckpointConfig:
     asynchronous: bool = True
     on_failed: Literal["stop", "continue"] = "stop"
     export: bool = True
+    export_dtype: DtypeName | None = None
 
 
 @dataclass(frozen=True, config=STRICT)

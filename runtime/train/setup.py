@@ -276,7 +276,9 @@ def require_shared(directory: Path) -> None:
 def export(recipe: Recipe, model, parts: DataParts) -> Path:
     """Writes the model, and its tokenizer and processor, to `export/` (collective)."""
     folder = recipe.directory / EXPORT
-    export_pretrained(model, folder, source=models.weights_folder(recipe.model))
+    chosen = recipe.checkpoint.export_dtype
+    dtype = getattr(torch, chosen) if chosen is not None else None
+    export_pretrained(model, folder, source=models.weights_folder(recipe.model), dtype=dtype)
     if dist.get_rank() == 0:
         for part in (parts.tokenizer, parts.processor):
             if part is not None:

@@ -229,13 +229,16 @@ def test_one_tensor_is_in_memory_at_a_time(omni, tmp_path, monkeypatch, request)
     assert len(most) > 2 and 0 < max(most) <= 2 * largest < whole
 
 
-def test_what_trained_wider_than_the_source_keeps_its_digits(tmp_path):
+def test_what_trained_wider_than_the_source_keeps_its_digits_on_request(tmp_path):
     config = omni_models.qwen2_5_omni()
     upstream = type(omni_models.save_whole(config, tmp_path / "source", dtype=torch.bfloat16))
     model = trained_part(config, tmp_path / "source")
-    export_pretrained(model, tmp_path / "out")
+    export_pretrained(model, tmp_path / "as the source")
+    export_pretrained(model, tmp_path / "out", dtype=torch.float32)
     source, got = small_models.tensors(tmp_path / "source"), small_models.tensors(tmp_path / "out")
     assert same(got, source, [name for name in source if not name.startswith("thinker.")])
+    narrow = upstream.from_pretrained(tmp_path / "as the source").thinker.state_dict()
+    assert same(narrow, {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}, narrow)
     loaded = upstream.from_pretrained(tmp_path / "out")
     assert same(loaded.thinker.state_dict(), model.state_dict(), model.state_dict())
 
@@ -248,6 +251,8 @@ def test_changes_of_the_part_are_in_the_config_of_the_complete_model(tmp_path):
     export_pretrained(model, tmp_path / "out")
     before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("source", "out"))
     text = after["thinker_config"]["text_config"]
+    old_form = text.pop("rope_theta"), text.pop("rope_scaling")
+    assert old_form == (5e5, {"rope_type": "default", "mrope_section": [2, 3, 3]})
     assert text["rope_parameters"].pop("rope_theta") == 5e5
     assert before["thinker_config"]["text_config"]["rope_parameters"].pop("rope_theta") != 5e5
     assert after == before
