@@ -26,7 +26,7 @@ from patchgen.runtime.checkpoint.lazy_tensors import full_region, leaf
 from patchgen.runtime.checkpoint.load import COMPUTED_BUFFER_SUFFIXES, ignored_by_upstream, stored_leaves
 from patchgen.runtime.checkpoint.model_files import config_files, files_opened_by_upstream, read_config, side_files
 from patchgen.runtime.checkpoint.placement import rank_and_world_size
-from patchgen.runtime.checkpoint.safetensor_files import CONFIG, EXPLICIT, StoredTensor, read_folder
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor, read_folder
 from patchgen.runtime.checkpoint.writing import ReadableOutput
 
 FILE_FIELDS = ("dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path")
@@ -78,7 +78,7 @@ class UntrainedPart:
         """
         if self.config is None:
             return {**config_files(model, dtype)}
-        fields = {key: value for key, value in json.loads(json.dumps(self.config)).items() if key != EXPLICIT}
+        fields = json.loads(json.dumps(self.config))
         own_config = _own_config(fields, model)
         assert own_config is not None, "`config` is only set if it contains that of this model"
         before = type(model.config).from_dict(json.loads(json.dumps(own_config))).to_dict()

@@ -26,7 +26,7 @@ from patchgen.runtime.parallel.collectives import broadcast_object, gather_objec
 from patchgen.runtime.train import architecture, run_lock
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.page import RunPage
-from patchgen.runtime.train.recipe import Recipe, RecipeError, flatten, to_dict
+from patchgen.runtime.train.recipe import ModelConfig, Recipe, RecipeError, flatten, to_dict
 from patchgen.runtime.train.records import Listener
 from patchgen.runtime.train.run_log import RunLog, Tracker
 from patchgen.runtime.train.view import progress_view
@@ -276,13 +276,20 @@ def require_shared(directory: Path) -> None:
 def export(recipe: Recipe, model, parts: DataParts) -> Path:
     """Writes the model, and its tokenizer and processor, to `export/` (collective)."""
     folder = recipe.directory / EXPORT
-    export_pretrained(model, folder, source=models.weights_folder(recipe.model))
+    export_pretrained(model, folder, source=_side_files_folder(recipe.model))
     if dist.get_rank() == 0:
         for part in (parts.tokenizer, parts.processor):
             if part is not None:
                 part.save_pretrained(folder)
     dist.barrier()
     return folder
+
+
+def _side_files_folder(model: ModelConfig) -> Path | None:
+    """The folder whose tokenizer, processor and generation config an export has: `model.source`, also where weights are from another
+    one, with files of another tokenizer."""
+    is_other = model.weights not in ("auto", "random")
+    return Path(model.source) if is_other and Path(model.source).is_dir() else models.weights_folder(model)
 
 
 def is_complete(export: Path) -> bool:

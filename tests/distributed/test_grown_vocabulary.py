@@ -101,12 +101,14 @@ def test_config_and_tokenizer_in_one_folder_and_weights_in_another(trainer_folde
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(grown_folder / "start" / name, source)
     values = values_of(grown_folder, tmp_path / "run", 1)
-    values["model"] |= {"source": str(source), "weights": str(trainer_folder / "start")}
+    shutil.copytree(trainer_folder / "start", weights := tmp_path / "weights")
+    (weights / "special_tokens_map.json").write_text('{"pad_token": "old"}')
+    values["model"] |= {"source": str(source), "weights": str(weights)}
     one_rank.run(cases.train, values)
     done = CliRunner().invoke(cli.app, ["export", str(tmp_path / "run"), "--output", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     for export in (tmp_path / "run" / "export", tmp_path / "out"):
-        assert len(AutoTokenizer.from_pretrained(export)) == 303
+        assert len(AutoTokenizer.from_pretrained(export)) == 303 and not (export / "special_tokens_map.json").exists()
         assert AutoModelForCausalLM.from_pretrained(export).config.vocab_size == 304
 
 
