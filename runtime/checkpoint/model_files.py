@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from patchgen.runtime import project, registry
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import class_name
-from patchgen.runtime.checkpoint.safetensor_files import CONFIG, EXPLICIT, WEIGHTS
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG, WEIGHTS
 
 GENERATION_CONFIG = "generation_config.json"
 # Files of a checkpoint folder, besides weights and config.json, that are copied along.
@@ -28,7 +28,6 @@ def config_files(model: PreTrainedModel, dtype: torch.dtype | None = None) -> di
     """The config files of a model as `save_pretrained` writes them: name -> text."""
     config = copy.deepcopy(model.config)
     config.architectures = [class_name(model)]
-    vars(config).pop(EXPLICIT, None)  # of the files that the model was loaded from, not of those that are written
     stored = dtype or common_dtype(model)
     if stored is not None:
         config.dtype = str(stored).removeprefix("torch.")

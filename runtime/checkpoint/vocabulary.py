@@ -32,13 +32,17 @@ CHUNK_ELEMENTS = 1 << 24
 
 def vocabulary_names(model: PreTrainedModel) -> set[str]:
     """The names, also those of tied ones, of the parameters with one row per token: of the input embeddings and of the head."""
-    owners = [model.get_input_embeddings(), model.get_output_embeddings()]
+    owners = [input_embeddings(model), model.get_output_embeddings()]
     owned = {id(parameter) for owner in owners if owner is not None for parameter in owner.parameters(recurse=False)}
-    return {name for name, parameter in _named_parameters(model) if id(parameter) in owned}
+    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in owned}
 
 
-def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(model.named_parameters(remove_duplicate=False))
+def input_embeddings(model: PreTrainedModel) -> nn.Module | None:
+    """The table of the tokens; None: upstream's class says that it has none."""
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
 
 
 def has_fewer_rows(stored: Sequence[int], shape: Sequence[int]) -> bool:

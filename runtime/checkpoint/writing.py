@@ -27,7 +27,15 @@ from patchgen.runtime.checkpoint.file_reader import FileReader
 from patchgen.runtime.checkpoint.folders import is_training_checkpoint
 from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor
 from patchgen.runtime.checkpoint.placement import FAILURES, Result, rank_and_world_size
-from patchgen.runtime.checkpoint.safetensor_files import CONFIG, DTYPE_NAMES, INCOMPLETE, INDEX, SINGLE, WEIGHTS
+from patchgen.runtime.checkpoint.safetensor_files import (
+    CONFIG,
+    DTYPE_NAMES,
+    EXPLICIT,
+    INCOMPLETE,
+    INDEX,
+    SINGLE,
+    WEIGHTS,
+)
 from patchgen.runtime.parallel.collectives import gather_objects
 
 MAX_FILE = 5_000_000_000
@@ -265,6 +273,8 @@ class FolderWriter:
             sizes = [output.num_bytes for file in self._files for output in file.outputs]
             weight_map = {output.name: file.name for file in self._files for output in file.outputs}
             files[INDEX] = json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}, indent=2)
+        if CONFIG in files:
+            files[CONFIG] = _naming_no_file(files[CONFIG])
         for name, content in files.items():
             file = self.directory / name
             prepared.append(file)
@@ -288,6 +298,18 @@ class FolderWriter:
                 f"rank {rank}: {text}" if len(errors) > 1 else text for rank, text in enumerate(errors) if text
             ]
             raise CheckpointError(f"{self.directory} could not be written; {state}:", problems)
+
+
+def _naming_no_file(config: str | Path) -> str | Path:
+    """A config.json without the name of the file that weights are read from, which is that of the files it came with."""
+    text = config.read_text(encoding="utf-8") if isinstance(config, Path) else config
+    fields = json.loads(text)
+    if EXPLICIT not in fields:
+        return config
+    return (
+        json.dumps({key: value for key, value in fields.items() if key != EXPLICIT}, indent=2, ensure_ascii=False)
+        + "\n"
+    )
 
 
 def sync_folder(folder: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import socket
 import time
 import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.profiler import profile, schedule, tensorboard_trace_handler
+from transformers import PreTrainedModel
 
 from patchgen.runtime import random_state
 from patchgen.runtime.attention_kinds import configs_of
 from patchgen.runtime.checkpoint import export_pretrained
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, weight_file_names
-from patchgen.runtime.data import DataConfig, Loader, build_loader, train_tokenizer
+from patchgen.runtime.checkpoint.vocabulary import input_embeddings
+from patchgen.runtime.data import DataConfig, DataError, Loader, build_loader, train_tokenizer
 from patchgen.runtime.data.literals import added_tokens, not_for_training
 from patchgen.runtime.data.text import digest
+from patchgen.runtime.objectives import encoder_decoder
 from patchgen.runtime.parallel.collectives import broadcast_object, gather_objects
 from patchgen.runtime.train import architecture, run_lock
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.page import RunPage
-from patchgen.runtime.train.recipe import Recipe, RecipeError, flatten, to_dict
+from patchgen.runtime.train.recipe import ModelConfig, Recipe, RecipeError, flatten, to_dict
 from patchgen.runtime.train.records import Listener
 from patchgen.runtime.train.run_log import RunLog, Tracker
 from patchgen.runtime.train.view import progress_view
@@ -161,6 +165,29 @@ def placeholder_ids(config: Any) -> set[int]:
     return placeholders - text
 
 
+def row_check(model: PreTrainedModel) -> Callable[[Mapping[str, Any]], None]:
+    """What a full micro-batch has to pass, on the host, before any rank starts its step: ids within the vocabulary, of which a GPU
+    says no more than that an assertion failed, and what the model's kind asks for. Transforms and processors may give any ids.
+    """
+    table, own_check = input_embeddings(model), encoder_decoder.row_check(model)
+    num_rows = table.num_embeddings if isinstance(table, torch.nn.Embedding) else None
+    exempt = placeholder_ids(model.config)
+
+    def check(row: Mapping[str, Any]) -> None:
+        for name in {"input_ids", "labels"} & row.keys() if num_rows is not None else ():
+            outside = sorted({*row[name][row[name] >= num_rows].tolist()} - exempt)
+            if outside:
+                raise DataError(
+                    f"{name} of a row have ids that the model has no embedding for, {', '.join(map(str, outside[:5]))}: it has "
+                    f"{num_rows} rows. If the ids are meant, set model.resize_vocab: {{to: {outside[-1] + 1}}}; otherwise look "
+                    "for the transform or processor that gives them."
+                )
+        if own_check is not None:
+            own_check(row)
+
+    return check
+
+
 def require_same_token_ids(source: str, teacher: str) -> None:
     """Raises RecipeError for a teacher with `differing_ids`. A name on the Hub, a bare model type and a folder without a
     tokenizer are not compared.
@@ -278,13 +305,20 @@ def export(recipe: Recipe, model, parts: DataParts) -> Path:
     folder = recipe.directory / EXPORT
     chosen = recipe.checkpoint.export_dtype
     dtype = getattr(torch, chosen) if chosen is not None else None
-    export_pretrained(model, folder, source=models.weights_folder(recipe.model), dtype=dtype)
+    export_pretrained(model, folder, source=_side_files_folder(recipe.model), dtype=dtype)
     if dist.get_rank() == 0:
         for part in (parts.tokenizer, parts.processor):
             if part is not None:
                 part.save_pretrained(folder)
     dist.barrier()
     return folder
+
+
+def _side_files_folder(model: ModelConfig) -> Path | None:
+    """The folder whose tokenizer, processor and generation config an export has: `model.source`, also where the weights' folder has
+    another tokenizer."""
+    is_other = model.weights not in ("auto", "random")
+    return Path(model.source) if is_other and Path(model.source).is_dir() else models.weights_folder(model)
 
 
 def is_complete(export: Path) -> bool:

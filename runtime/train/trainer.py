@@ -26,7 +26,7 @@ from patchgen.kernels import choices
 from patchgen.runtime import parallel
 from patchgen.runtime.data import DataConfig, DataError, Loader
 from patchgen.runtime.data.agreement import run_on_all_ranks
-from patchgen.runtime.objectives import encoder_decoder, learning
+from patchgen.runtime.objectives import learning
 from patchgen.runtime.objectives.batch import inputs_of
 from patchgen.runtime.parallel import gradients, loss, peer_memory, report, sharding, watch
 from patchgen.runtime.parallel.collectives import all_reduce, broadcast_object
@@ -190,7 +190,7 @@ class Trainer:
             should_stop,
             objective=self.learning.objective,
             num_sources=len(source_losses.names) if source_losses else 0,
-            require_row=encoder_decoder.row_check(self.model),
+            require_row=setup.row_check(self.model),
             section="eval_data" if evaluates else "data",
         )
 

@@ -131,12 +131,12 @@ def evaluation_of_nothing(values: dict) -> str:
 
 def recipes_read(values: dict) -> int:
     """How often a run reads the recipes of its checkpoints."""
-    read, files = resume_changes._read, []
-    resume_changes._read = lambda file: files.append(file) or read(file)
+    read, files = resume_changes.read_saved, []
+    resume_changes.read_saved = lambda file: files.append(file) or read(file)
     try:
         train(values)
     finally:
-        resume_changes._read = read
+        resume_changes.read_saved = read
     return len(files)
 
 
@@ -149,11 +149,11 @@ def errors_of_one_rank_in_a_resume(values: dict) -> list[str]:
     def refuses(state: dict) -> None:
         raise DataError("other data")
 
-    read, told = resume_changes._read, []
+    read, told = resume_changes.read_saved, []
     for broken in (0, 1):
         trainer = Trainer(from_dict(values), torch.device("cpu"))
         if dist.get_rank() == broken == 0:
-            resume_changes._read = fails
+            resume_changes.read_saved = fails
         elif dist.get_rank() == broken:
             trainer.loader.load_state_dict = refuses
         try:
@@ -161,7 +161,7 @@ def errors_of_one_rank_in_a_resume(values: dict) -> list[str]:
         except DataError as error:
             told.append(str(error))
         finally:
-            resume_changes._read = read
+            resume_changes.read_saved = read
     return told
 
 

@@ -101,13 +101,25 @@ def test_config_and_tokenizer_in_one_folder_and_weights_in_another(trainer_folde
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(grown_folder / "start" / name, source)
     values = values_of(grown_folder, tmp_path / "run", 1)
-    values["model"] |= {"source": str(source), "weights": str(trainer_folder / "start")}
+    shutil.copytree(trainer_folder / "start", weights := tmp_path / "weights")
+    (weights / "special_tokens_map.json").write_text('{"pad_token": "old"}')
+    values["model"] |= {"source": str(source), "weights": str(weights)}
     one_rank.run(cases.train, values)
     done = CliRunner().invoke(cli.app, ["export", str(tmp_path / "run"), "--output", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     for export in (tmp_path / "run" / "export", tmp_path / "out"):
-        assert len(AutoTokenizer.from_pretrained(export)) == 303
+        assert len(AutoTokenizer.from_pretrained(export)) == 303 and not (export / "special_tokens_map.json").exists()
         assert AutoModelForCausalLM.from_pretrained(export).config.vocab_size == 304
+
+
+def test_ids_of_a_transform_beyond_the_vocabulary_end_all_ranks_with_the_ids(trainer_folder, tmp_path, two_ranks):
+    (tmp_path / "ids.py").write_text(
+        "def ids(row):\n    return {'input_ids': [5, 310, 7, 333], 'labels': [5, 310, 7, 333]}\n"
+    )
+    source = {"path": str(trainer_folder / "text.jsonl"), "transform": f"{tmp_path / 'ids.py'}:ids"}
+    values = cases.recipe_of(trainer_folder, data={"sources": [source]}, log={"directory": str(tmp_path / "run")})
+    told = two_ranks.run(cases.data_error, values)
+    assert all("no embedding for, 310, 333: it has 300 rows" in text and "{to: 334}" in text for text, _ in told)
 
 
 def test_another_vocabulary_is_not_resumed(grown_folder, tmp_path, one_rank):

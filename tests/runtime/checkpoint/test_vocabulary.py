@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -139,6 +140,20 @@ def test_the_export_of_a_grown_model_gives_its_logits_in_plain_transformers(tmp_
     ids = torch.tensor([[1, 5, STORED, GROWN - 1]])
     logits = model.eval()(input_ids=ids).logits
     assert logits.shape[-1] == GROWN and torch.equal(plain(input_ids=ids).logits, logits)
+
+
+def test_mean_rows_raise_the_loss_of_old_tokens_by_at_most_the_log_of_the_growth(tmp_path):
+    """A new logit is the mean of the old ones, whose exponential is at most the mean of theirs: ln(1 + new / old)."""
+    original = small_models.build(small_models.generated_class(), small_models.moe_config())
+    export_pretrained(original, tmp_path / "in")
+    model = empty()
+    load_pretrained(model, tmp_path / "in", new_rows="mean")
+    ids = torch.randint(0, STORED, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before, after = (one.eval()(input_ids=ids).logits for one in (original, model))
+    assert torch.equal(after[..., :STORED], before)
+    rise = after.logsumexp(-1) - before.logsumexp(-1)
+    assert (rise > 0).all() and (rise < math.log(GROWN / STORED) + 1e-6).all()
 
 
 def test_a_copy_of_a_tied_tensor_with_other_rows_is_named(tmp_path):
