@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 STRICT, LENIENT = "_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"
 
@@ -35,7 +36,8 @@ def keeps_in_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str]
 def keep_in_fp32(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Casts what upstream keeps in fp32 of a model that was built in this dtype, in place: parameters, and buffers that are saved.
 
-    To be called before the model has values, on the meta device: what was bf16 once has lost its digits.
+    To be called before the model has values, on the meta device: what was bf16 once has lost its digits. Shards stay as they are:
+    `shard_model` has cast them before.
 
     Args:
         dtype: None: that of most parameters.
@@ -43,7 +45,7 @@ def keep_in_fp32(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     is_kept = keeps_in_fp32(model, dtype or most_common_dtype(model))
     saved = model.state_dict(keep_vars=True)
     for name, tensor in saved.items():
-        if tensor.is_floating_point() and is_kept(name):
+        if tensor.is_floating_point() and is_kept(name) and not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(torch.float32)
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from patchgen.runtime import kept_dtypes
@@ -70,11 +69,9 @@ def load_pretrained(
 ) -> LoadReport:
     """Fills the parameters and buffers of `model`, in place and in their own dtypes. Collective.
 
-    A model on the meta device has those of `from_pretrained(dtype=...)`: what upstream keeps in fp32 is fp32.
-
     Args:
         model: a generated one or transformers' own, sharded by `sharding.shard_model` or not. A model on the meta device is
-            materialised first, on the device of its mesh or the CPU.
+            materialised first, on the device of its mesh or the CPU, in the dtypes of `from_pretrained`.
         directory: safetensors files with or without an index, and `config.json`.
         allow_missing: patterns (`lm_head.*`) of names that the checkpoint may lack: these are initialised.
         allow_unexpected: patterns of keys that the checkpoint may have and the model does not use.
@@ -100,8 +97,7 @@ def load_pretrained(
 
     def fill() -> int:
         if any(tensor.is_meta for tensor in model.state_dict().values()):
-            if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-                kept_dtypes.keep_in_fp32(model)  # `shard_model` has done so
+            kept_dtypes.keep_in_fp32(model)
             sharding.materialise(model, device_of(model.parameters(), otherwise=torch.device("cpu")))
         state = model.state_dict()
         initialise.initialise(model, match.initialised, seed=seed)
