@@ -2,7 +2,7 @@
 
     before = rl.log_probs(model, inputs, state)                                 # of generated sequences
     done = rl.update(model, optimizer, [(inputs, advantages)], loss_function, state)    # a step on a loss of them
-    engine.load_weights(rl.stream_weights(model))                               # weights for the generation engine
+    engine.reload_weights(weights_iterator=rl.stream_weights(model))            # weights for the generation engine
 
 Frameworks such as verl provide rollouts, rewards and the loss. All calls are collective. SP ranks pass the same full batch,
 other ranks different batches, equally many. Full logits are never materialised.
