@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from patchgen.kernels.moe.fp8_values import Quantised
 from patchgen.kernels.moe.plan import BLOCK_M, VARYING, Plan, describe_tile, tile_at
-from patchgen.kernels.moe.schedule import FP8_ROWS, FP8_WEIGHTS, multiply, num_programs
+from patchgen.kernels.moe.schedule import FP8_ROWS, FP8_WEIGHTS, multiply, num_programs, row_tiles_per_group
 
 
 def fp8_product(rows: Quantised, weight: Quantised, plan: Plan, dtype: torch.dtype) -> Tensor:
@@ -43,7 +43,7 @@ def fp8_product(rows: Quantised, weight: Quantised, plan: Plan, dtype: torch.dty
         BLOCK_M=BLOCK_M,
         BLOCK_N=blocks.n,
         BLOCK_K=blocks.k,
-        GROUP=blocks.group,
+        GROUP=row_tiles_per_group(blocks, triton.cdiv(columns, blocks.n)),
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
