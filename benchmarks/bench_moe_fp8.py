@@ -36,6 +36,7 @@ from torch import Tensor
 
 from patchgen.kernels.moe import fp8_backend, fp8_product
 from patchgen.kernels.moe.fp8_values import DTYPE, quantise_transposed, quantise_weight
+from patchgen.kernels.moe.plan import BLOCK_M, Plan
 
 RESULTS = Path(__file__).with_name("results_moe_fp8.csv")
 COLUMNS = ("date", "versions", "commit", "shape", "tokens", "routing", "what", "ms", "calls", "forward_ms", "of_bf16",
@@ -127,9 +128,8 @@ def accumulation_rows():
     for depth in (1024, 2048, 7168, 16384, 65536):
         left, right = (torch.randn(size, depth, device="cuda").mul_(50).to(DTYPE) for size in (256, 512))
         exact = left.double() @ right.double().T
-        plan = argparse.Namespace(
-            num_experts=1, tile_start=torch.tensor([0, depth // 128], dtype=torch.int32, device="cuda")
-        )
+        tiles = torch.tensor([0, depth // BLOCK_M], dtype=torch.int32, device="cuda")
+        plan = Plan(*[tiles] * 5)  # one expert, of which nothing but its tiles is read
         one = torch.ones(1, device="cuda")
         found = fp8_product.fp8_weight_gradient(left, right, one, plan, torch.bfloat16)[0].double()
         error, rounding = (float((each - exact).norm() / exact.norm()) for each in (found, exact.bfloat16().double()))

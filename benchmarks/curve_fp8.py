@@ -82,7 +82,7 @@ def text() -> tuple[Tensor, Tensor]:
     trained, held_out = bytearray(), bytearray()
     for number, file in enumerate(files):
         (held_out if number % 11 == 0 else trained).extend(file.read_bytes())
-    return tuple(torch.frombuffer(each, dtype=torch.uint8).cuda() for each in (trained, held_out))
+    return torch.frombuffer(trained, dtype=torch.uint8).cuda(), torch.frombuffer(held_out, dtype=torch.uint8).cuda()
 
 
 def batch(data: Tensor, generator: torch.Generator) -> Tensor:

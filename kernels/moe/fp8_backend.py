@@ -59,6 +59,7 @@ def fused_moe_fp8(
             f"fused_moe, backend 'fp8': {reason} To fix: use fused_moe='auto' for this model, whose experts stay in its dtype."
         )
     activation = options.recognised()
+    assert activation is not None  # else refused
     slots = top_k_index.numel()
     tensors = (hidden_states, top_k_weights, gate_up_proj, down_proj)
     return torch.ops.patchgen.moe_fp8_forward(
@@ -123,20 +124,20 @@ def _moe_fp8_forward(
     top_k, dtype = top_k_index.shape[1], hidden_states.dtype
     plan = make_plan(top_k_index, down_proj.shape[0], max_rows)
     tokens, scales = quantise_tokens(hidden_states, plan, top_k)
-    weight = quantise_weight(gate_up_proj)
-    all_scales = [scales, weight.scales]
-    projected = fp8_product(tokens, weight, plan, dtype)
-    del tokens
+    gate_up = quantise_weight(gate_up_proj)
+    projected = fp8_product(tokens, gate_up, plan, dtype)
+    gate_up_scales = gate_up.scales
+    del tokens, gate_up
     gated = fp8_gate(projected, plan, activation)
     kept = projected if keep else projected.new_empty(0, projected.shape[1])
     del projected
-    weight = quantise_weight(down_proj)
-    all_scales.append(weight.scales)
-    rows = fp8_product(gated, weight, plan, dtype)
+    down = quantise_weight(down_proj)
+    rows = fp8_product(gated, down, plan, dtype)
+    others = (scales, gate_up_scales, down.scales, *plan)
     if (targets := pushed_sums.take_offer()) is not None:  # nothing reads these sums here
         pushed_sums.push(targets, rows, top_k_weights, plan.padded_of_slot, top_k)
-        return torch.empty_like(hidden_states), kept, *all_scales, *plan
-    return combine(rows, top_k_weights, plan, top_k), kept, *all_scales, *plan
+        return torch.empty_like(hidden_states), kept, *others
+    return combine(rows, top_k_weights, plan, top_k), kept, *others
 
 
 @_moe_fp8_forward.register_fake

@@ -5,7 +5,7 @@
 
 The tensor cores add in some 14 bits. What that adds to the rounding of e4m3 (3.7e-2 of a product of random factors) is
 measured: 0.8e-3 over a depth of 2,048, 1.9e-3 over 7,168, and a bf16 result rounds by 1.7e-3 (H200). So nothing is promoted to fp32
-on the way, which costs a third of the speed; see kernels/README.md.
+on the way, which would cost a fifth of the speed or more; see kernels/README.md.
 
     P padded rows   D depth   E experts   N columns   A, B columns of the two factors of a weight gradient
 """
