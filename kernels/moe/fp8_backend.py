@@ -133,7 +133,8 @@ def _moe_fp8_forward(
     del projected
     down = quantise_weight(down_proj)
     rows = fp8_product(gated, down, plan, dtype)
-    others = (scales, gate_up_scales, down.scales, *plan)
+    of_plan = (plan.padded_of_slot, plan.slot_of_padded, plan.row_start, plan.tile_start, plan.tiles)
+    others = (scales, gate_up_scales, down.scales, *of_plan)
     if (targets := pushed_sums.take_offer()) is not None:  # nothing reads these sums here
         pushed_sums.push(targets, rows, top_k_weights, plan.padded_of_slot, top_k)
         return torch.empty_like(hidden_states), kept, *others

@@ -213,6 +213,7 @@ def test_the_operators_pass_torchs_own_checks():
     )
 
 
+@pytest.mark.slow
 def test_torch_compile_of_a_layer_has_no_graph_break_and_its_gradients():
     case = Case("compile", num_tokens=4, num_experts=2, hidden_size=32, intermediate_size=16)
     tensors = case.tensors(DTYPE, DEVICE)
