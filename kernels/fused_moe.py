@@ -4,6 +4,8 @@ backend      what it is                                              where it ru
 reference    expert by expert, the reference of the tests            everywhere
 torch        sort, torch's grouped product, compiled elementwise     everywhere
 triton       our kernels (`moe/triton_backend.py`)                   compute capability 9.0 or newer
+fp8          our kernels with every product in FP8                   compute capability 9.0 or newer
+             (`moe/fp8_backend.py`); chosen by name alone
 sonic        the package sonic-moe                                   wherever that package runs
 auto         triton where it was measured to be faster (compute      everywhere
              capability 9.0), else torch (`moe/auto.py`)
@@ -34,6 +36,12 @@ def _triton(*arguments) -> Tensor:
     return fused_moe_triton(*arguments)
 
 
+def _fp8(*arguments) -> Tensor:
+    from patchgen.kernels.moe.fp8_backend import fused_moe_fp8  # loads Triton
+
+    return fused_moe_fp8(*arguments)
+
+
 def _auto(
     hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, options
 ) -> Tensor:
@@ -49,10 +57,11 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {
     "reference": reference,
     "torch": fused_moe_torch,
     "triton": _triton,
+    "fp8": _fp8,
     "sonic": fused_moe_sonic,
 }
 
-WITHOUT_ADAPTERS = frozenset({"sonic"})
+WITHOUT_ADAPTERS = frozenset({"sonic", "fp8"})
 """Backends without low-rank adapters."""
 
 

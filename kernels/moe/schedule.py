@@ -47,6 +47,8 @@ ROWS = Blocks(n=256, k=64, warps=8, stages=3, group=8)
 GATE_BACKWARD = Blocks(n=256, k=64, warps=16, stages=4, group=8, pieces=4)
 WEIGHTS = Blocks(n=256, k=64, warps=8, stages=3, group=8)
 WEIGHTS_SPECIALIZED = WEIGHTS._replace(warps=4, stages=4)
+FP8_ROWS = Blocks(n=256, k=128, warps=8, stages=3, group=8)
+FP8_WEIGHTS = FP8_ROWS
 
 _FEW_COLUMN_TILES = 8
 

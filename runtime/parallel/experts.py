@@ -23,7 +23,7 @@ from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.uncompiled import uncompiled
 
 __all__ = ["dropped_rows", "fused_moe"]
-_TRITON_IMPLEMENTATIONS = ("auto", "triton")  # implementations that return the result of the Triton experts unchanged
+_PUSHING = ("auto", "triton", "fp8")  # implementations that return what kernels computed, and can push it instead
 
 
 @uncompiled
@@ -62,7 +62,7 @@ def fused_moe(
         return exchange_by_all_to_all(*arguments, num_experts=num_experts)
     from patchgen.runtime.parallel.expert_peers import exchange_by_peer_memory  # loads Triton
 
-    pushes = seams.selected()[SEAM] in _TRITON_IMPLEMENTATIONS
+    pushes = seams.selected()[SEAM] in _PUSHING
     return exchange_by_peer_memory(*arguments, num_experts=num_experts, pushes=pushes)
 
 

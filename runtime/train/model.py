@@ -256,7 +256,7 @@ def require_kernels(section: KernelsConfig) -> None:
     for name in seams.names():
         kernel = getattr(section, name)
         reason = seams.unavailable(name, kernel) if kernel is not None else None
-        if reason is None and kernel == "triton" and not torch.cuda.is_available():
+        if reason is None and kernel in ("triton", "fp8") and not torch.cuda.is_available():
             from triton import knobs
 
             reason = None if knobs.runtime.interpret else "it needs a CUDA device"

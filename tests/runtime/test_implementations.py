@@ -28,7 +28,7 @@ SHIPPED = {
 
 
 def test_every_seam_has_its_implementation():
-    assert {"auto", "torch", "triton", "sonic"} <= set(seams.implementations("fused_moe"))
+    assert {"auto", "torch", "triton", "fp8", "sonic"} <= set(seams.implementations("fused_moe"))
     assert {"auto", "linear", "chunked"} <= set(seams.implementations("causal_lm_loss"))
     for seam, name in SHIPPED.items():
         assert name in seams.implementations(seam)

@@ -154,12 +154,13 @@ def test_fields_that_the_config_class_fills_in_follow_the_overrides(tmp_path):
         model.read_config(ModelConfig(source=str(tmp_path), overrides=sizes))
 
 
-def test_kernels_that_need_a_gpu_are_refused_without_one(monkeypatch):
+@pytest.mark.parametrize("kernel", ["triton", "fp8"])
+def test_kernels_that_need_a_gpu_are_refused_without_one(kernel: str, monkeypatch):
     triton = pytest.importorskip("triton")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    with pytest.raises(RecipeError, match="kernels.fused_moe = 'triton' cannot run here: it needs a CUDA device"):
-        run_plan.require_valid(recipe_of(kernels={"fused_moe": "triton"}), 1)
+    with pytest.raises(RecipeError, match=f"kernels.fused_moe = '{kernel}' cannot run here: it needs a CUDA device"):
+        run_plan.require_valid(recipe_of(kernels={"fused_moe": kernel}), 1)
 
 
 def test_a_dry_run_names_data_that_are_not_there(tmp_path):
