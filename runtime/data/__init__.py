@@ -16,7 +16,8 @@ batch_plan.py    the batches of all ranks               cached_loader.py   loade
 record_stream.py each rank's share of the records       stream_loader.py   loader of streams and multimodal samples
 collate.py       samples to a batch                     problems.py        bad samples: where, why, how many
 agreement.py     collectives on data                    tokenizers.py      trains a tokenizer on the data
-preview.py       batches for display: preview_text.py, preview_page.py, decoder.py
+arrow_rows.py    rows of Arrow without its padding      preview.py         batches for display: preview_text.py,
+                                                        preview_page.py, decoder.py
 """
 
 from patchgen.runtime.data.build import build_loader

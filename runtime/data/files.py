@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from patchgen.runtime.data.arrow_rows import ArrowRows
 from patchgen.runtime.data.config import SUFFIXES
-from patchgen.runtime.data.hub import undecoded
+from patchgen.runtime.data.hub import HubDataset, undecoded
 from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.data.records import Record
 
@@ -125,6 +126,7 @@ class Parquet(Files):
         first, row = position or (0, 0)
         for file_index in range(first, len(self.files)):
             file = pyarrow.parquet.ParquetFile(self.files[file_index])
+            as_written = ArrowRows(file.schema_arrow, parse_json=True)
             rows_before = 0
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
@@ -134,17 +136,17 @@ class Parquet(Files):
                 for batch in file.iter_batches(batch_size=256, row_groups=[group]):
                     for fields in batch.slice(min(max(row - rows_before, 0), len(batch))).to_pylist():
                         row += 1
-                        yield Record(f"{self.files[file_index]}, row {row}", fields), [file_index, row]
+                        yield Record(f"{self.files[file_index]}, row {row}", as_written(fields)), [file_index, row]
                     rows_before += len(batch)
             row = 0
 
     @functools.cached_property
-    def _table(self) -> Any:
+    def _table(self) -> HubDataset:
         """The rows as a memory-mapped table of `datasets`, for random access."""
         import datasets
 
         table = datasets.load_dataset("parquet", data_files=[str(file) for file in self.files], split="train")
-        return undecoded(table)
+        return HubDataset(undecoded(table), self.name)
 
     @functools.cached_property
     def _starts(self) -> np.ndarray:
@@ -158,4 +160,4 @@ class Parquet(Files):
 
     def __getitem__(self, index: int) -> Record:
         file = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return Record(f"{self.files[file]}, row {index - self._starts[file] + 1}", self._table[index])
+        return Record(f"{self.files[file]}, row {index - self._starts[file] + 1}", self._table.row(index))
