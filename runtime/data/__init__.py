@@ -1,7 +1,8 @@
 """Data: from files to the batches of each rank. `docs/data.md` says what it guarantees.
 
 config.py        what to read and how to batch it       build.py           from a configuration to a loader
-sources.py       opens files.py, hub.py, builtin.py     records.py         one sample, not yet parsed
+sources.py       opens json_files.py, files.py (text    records.py         one sample, not yet parsed
+                 and Parquet), hub.py, builtin.py       text_files.py      text in any encoding, compressed or not
 formats.py       row formats and their fields           rows.py            maps the rows of a source
 text.py          encodes plain text                     chat.py            encodes conversations, with a loss mask
 feedback.py      encodes pairs and labelled samples     task_encoders.py   encodes samples of other heads

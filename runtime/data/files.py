@@ -1,4 +1,4 @@
-"""Samples from files: JSON lines, Parquet, plain text."""
+"""Samples from files of plain text and Parquet, and what all sources of files share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from patchgen.runtime.data.arrow_rows import ArrowRows
-from patchgen.runtime.data.config import SUFFIXES
+from patchgen.runtime.data.config import SUFFIXES, format_of_name
 from patchgen.runtime.data.hub import HubDataset, undecoded
 from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.data.records import Record
@@ -27,9 +27,9 @@ def find_files(path: str, format: str) -> list[Path]:
     place = Path(path).expanduser()
     if place.is_file():
         return [place]
-    suffixes = tuple(suffix for suffix, name in SUFFIXES.items() if name == format)
+    suffixes = [suffix for suffix, name in SUFFIXES.items() if name == format]
     if place.is_dir():
-        files = [file for file in place.rglob("*") if file.is_file() and file.suffix in suffixes]
+        files = [file for file in place.rglob("*") if file.is_file() and format_of_name(file) == format]
         expected = f"files ending in {', '.join(suffixes)}"
     else:
         anchor = Path(place.anchor or ".")
@@ -63,44 +63,6 @@ class Files:
                 ends += stream.read(END_BYTES)
             contents.append([file.name, size, hashlib.sha256(ends).hexdigest()])
         return contents
-
-
-class JsonLines(Files):
-    """One JSON object per line; empty lines are not samples."""
-
-    def read(self, position: list[int] | None = None) -> Iterator[tuple[Record, list[int]]]:
-        first, offset, line = position or (0, 0, 0)
-        for file_index in range(first, len(self.files)):
-            with self.files[file_index].open("rb") as stream:
-                stream.seek(offset)
-                for text in stream:
-                    line += 1
-                    offset += len(text)
-                    if text.strip():
-                        yield Record(f"{self.files[file_index]}:{line}", text), [file_index, offset, line]
-            offset = line = 0
-
-    @functools.cached_property
-    def _index(self) -> np.ndarray:
-        """`(samples, 3)`: file, offset in bytes and line of each."""
-        rows = []
-        for file_index, file in enumerate(self.files):
-            offset = 0
-            with file.open("rb") as stream:
-                for line, text in enumerate(stream, 1):
-                    if text.strip():
-                        rows.append((file_index, offset, line))
-                    offset += len(text)
-        return np.array(rows, dtype=np.int64).reshape(-1, 3)
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def __getitem__(self, index: int) -> Record:
-        file, offset, line = (int(value) for value in self._index[index])
-        with self.files[file].open("rb") as stream:
-            stream.seek(offset)
-            return Record(f"{self.files[file]}:{line}", stream.readline())
 
 
 class TextFiles(Files):
