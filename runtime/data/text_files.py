@@ -9,7 +9,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from patchgen.runtime.data.problems import DataError
 
@@ -66,11 +66,11 @@ def _decompressed(file: Path) -> IO[bytes]:
     with file.open("rb") as stream:
         first = stream.read(len(ZSTD))
     if first.startswith(GZIP):
-        return gzip.open(file, "rb")
+        return cast(IO[bytes], gzip.open(file, "rb"))
     if first != ZSTD:
         return file.open("rb")
     try:
-        import zstandard
+        import zstandard  # pyright: ignore[reportMissingImports] - nothing else needs it
     except ImportError as error:
         raise DataError(
             f"{file} is compressed by zstd, which needs the package zstandard. To fix: pip install zstandard, or decompress it."

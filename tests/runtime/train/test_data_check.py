@@ -49,7 +49,12 @@ def start(tmp_path_factory) -> Path:
 def recipe_of(start: Path, place: Path, data: dict[str, Any], **sections: Any):
     defaults = {"tokens_per_batch": 2048, "cache_dir": str(place / "cache")}
     return from_dict(
-        {"model": {"source": str(start)}, "data": defaults | data, "log": {"directory": str(place / "run")}} | sections
+        {
+            "model": {"source": str(start)},
+            "data": defaults | data,
+            "log": {"directory": str(place / "run"), "every": 1},
+        }
+        | sections
     )
 
 
@@ -89,7 +94,7 @@ def test_chats_with_tools_and_thinking_have_equal_losses_from_all_forms(start, t
             checkpoint={"export": False},
         )
         with launch.process_group() as device:
-            Trainer(recipe, device).run()
+            Trainer(recipe, device, setup.listeners(recipe)).run()
         losses[form] = [entry["loss"] for entry in run_log.read(recipe.directory) if "loss" in entry]
     assert len(losses["jsonl"]) == 3
     assert losses["jsonl"] == losses["parquet"] == losses["saved"]
