@@ -54,7 +54,7 @@ def train(
         from patchgen.runtime.checkpoint import CheckpointError
         from patchgen.runtime.data import DataError
         from patchgen.runtime.parallel.gradients import NonFiniteGradient
-        from patchgen.runtime.train import checks, preflight, run_plan
+        from patchgen.runtime.train import checks, data_check, preflight, run_plan
         from patchgen.runtime.train.trainer import TrainingStopped
 
         try:
@@ -64,6 +64,7 @@ def train(
                 run_plan.require_valid(recipe, world)
                 recipe = preflight.decide_trainable(recipe)
                 print(run_plan.describe(recipe, checks.build_runnable(recipe, world), world))
+                print(f"\n{data_check.describe_first_samples(recipe)}")
                 if verbose:
                     print(f"\n{recipes.to_yaml(recipe)}", end="")
                 return 0

@@ -1,7 +1,8 @@
 """Data: from files to the batches of each rank. `docs/data.md` says what it guarantees.
 
 config.py        what to read and how to batch it       build.py           from a configuration to a loader
-sources.py       opens files.py, hub.py, builtin.py     records.py         one sample, not yet parsed
+sources.py       opens json_files.py, files.py (text    records.py         one sample, not yet parsed
+                 and Parquet), hub.py, builtin.py       text_files.py      text in any encoding, compressed or not
 formats.py       row formats and their fields           rows.py            maps the rows of a source
 text.py          encodes plain text                     chat.py            encodes conversations, with a loss mask
 feedback.py      encodes pairs and labelled samples     task_encoders.py   encodes samples of other heads
@@ -16,7 +17,8 @@ batch_plan.py    the batches of all ranks               cached_loader.py   loade
 record_stream.py each rank's share of the records       stream_loader.py   loader of streams and multimodal samples
 collate.py       samples to a batch                     problems.py        bad samples: where, why, how many
 agreement.py     collectives on data                    tokenizers.py      trains a tokenizer on the data
-preview.py       batches for display: preview_text.py, preview_page.py, decoder.py
+arrow_rows.py    rows of Arrow without its padding      preview.py         batches for display: preview_text.py,
+                                                        preview_page.py, decoder.py
 """
 
 from patchgen.runtime.data.build import build_loader

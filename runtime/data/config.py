@@ -29,7 +29,20 @@ OnBad = Literal["skip", "error"]
 Modality = Literal["image", "video", "audio"]
 
 SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".txt": "text", ".md": "text", ".py": "text"}
+COMPRESSED = (".gz", ".zst")
+"""Further suffixes of files of text that are compressed."""
 BUILTIN = "builtin:"
+
+
+def inner_suffix(path: Path) -> str:
+    """The suffix of a path, without that of its compression: .jsonl of rows.jsonl.gz."""
+    return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+
+
+def format_of_name(path: Path) -> str | None:
+    """The format that a path's suffix tells; None: a suffix that is not known, or of compressed files of another kind than text."""
+    format = SUFFIXES.get(inner_suffix(path))
+    return None if format == "parquet" and path.suffix in COMPRESSED else format
 
 
 def require_choice(name: str, value: str, choices: Any) -> None:

@@ -25,6 +25,10 @@ class PairEncoder(SampleEncoder):
 
     def tokens(self, where: str, fields: dict[str, Any]) -> Tokens:
         halves = [fields["chosen"], fields["rejected"]]
+        if halves[0] == halves[1]:
+            raise BadSample(
+                where, "chosen and rejected are equal: a pair needs an answer that is better than the other"
+            )
         num_shared = common_prefix_length(*halves)
         encoded = []
         for name, messages in zip(("chosen", "rejected"), halves, strict=True):
@@ -41,7 +45,9 @@ class PairEncoder(SampleEncoder):
             encoded.append((ids, targets))
         (chosen, chosen_targets), (rejected, rejected_targets) = encoded
         if np.array_equal(chosen, rejected):
-            raise BadSample(where, "chosen and rejected are the same tokens")
+            raise BadSample(
+                where, "chosen and rejected are equal once the chat template has rendered them: the same tokens"
+            )
         return Tokens(
             np.concatenate([chosen, rejected]), np.concatenate([chosen_targets, rejected_targets]), split=len(chosen)
         )

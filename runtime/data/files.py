@@ -1,4 +1,4 @@
-"""Samples from files: JSON lines, Parquet, plain text."""
+"""Samples from files of plain text and Parquet, and what all sources of files share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from patchgen.runtime.data.config import SUFFIXES
-from patchgen.runtime.data.hub import undecoded
+from patchgen.runtime.data.arrow_rows import ArrowRows
+from patchgen.runtime.data.config import SUFFIXES, format_of_name
+from patchgen.runtime.data.hub import HubDataset, undecoded
 from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.data.records import Record
 
@@ -26,9 +27,9 @@ def find_files(path: str, format: str) -> list[Path]:
     place = Path(path).expanduser()
     if place.is_file():
         return [place]
-    suffixes = tuple(suffix for suffix, name in SUFFIXES.items() if name == format)
+    suffixes = [suffix for suffix, name in SUFFIXES.items() if name == format]
     if place.is_dir():
-        files = [file for file in place.rglob("*") if file.is_file() and file.suffix in suffixes]
+        files = [file for file in place.rglob("*") if file.is_file() and format_of_name(file) == format]
         expected = f"files ending in {', '.join(suffixes)}"
     else:
         anchor = Path(place.anchor or ".")
@@ -64,44 +65,6 @@ class Files:
         return contents
 
 
-class JsonLines(Files):
-    """One JSON object per line; empty lines are not samples."""
-
-    def read(self, position: list[int] | None = None) -> Iterator[tuple[Record, list[int]]]:
-        first, offset, line = position or (0, 0, 0)
-        for file_index in range(first, len(self.files)):
-            with self.files[file_index].open("rb") as stream:
-                stream.seek(offset)
-                for text in stream:
-                    line += 1
-                    offset += len(text)
-                    if text.strip():
-                        yield Record(f"{self.files[file_index]}:{line}", text), [file_index, offset, line]
-            offset = line = 0
-
-    @functools.cached_property
-    def _index(self) -> np.ndarray:
-        """`(samples, 3)`: file, offset in bytes and line of each."""
-        rows = []
-        for file_index, file in enumerate(self.files):
-            offset = 0
-            with file.open("rb") as stream:
-                for line, text in enumerate(stream, 1):
-                    if text.strip():
-                        rows.append((file_index, offset, line))
-                    offset += len(text)
-        return np.array(rows, dtype=np.int64).reshape(-1, 3)
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def __getitem__(self, index: int) -> Record:
-        file, offset, line = (int(value) for value in self._index[index])
-        with self.files[file].open("rb") as stream:
-            stream.seek(offset)
-            return Record(f"{self.files[file]}:{line}", stream.readline())
-
-
 class TextFiles(Files):
     """One document per file."""
 
@@ -125,6 +88,7 @@ class Parquet(Files):
         first, row = position or (0, 0)
         for file_index in range(first, len(self.files)):
             file = pyarrow.parquet.ParquetFile(self.files[file_index])
+            as_written = ArrowRows(file.schema_arrow, parse_json=True)
             rows_before = 0
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
@@ -134,17 +98,17 @@ class Parquet(Files):
                 for batch in file.iter_batches(batch_size=256, row_groups=[group]):
                     for fields in batch.slice(min(max(row - rows_before, 0), len(batch))).to_pylist():
                         row += 1
-                        yield Record(f"{self.files[file_index]}, row {row}", fields), [file_index, row]
+                        yield Record(f"{self.files[file_index]}, row {row}", as_written(fields)), [file_index, row]
                     rows_before += len(batch)
             row = 0
 
     @functools.cached_property
-    def _table(self) -> Any:
+    def _table(self) -> HubDataset:
         """The rows as a memory-mapped table of `datasets`, for random access."""
         import datasets
 
         table = datasets.load_dataset("parquet", data_files=[str(file) for file in self.files], split="train")
-        return undecoded(table)
+        return HubDataset(undecoded(table), self.name)
 
     @functools.cached_property
     def _starts(self) -> np.ndarray:
@@ -158,4 +122,4 @@ class Parquet(Files):
 
     def __getitem__(self, index: int) -> Record:
         file = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return Record(f"{self.files[file]}, row {index - self._starts[file] + 1}", self._table[index])
+        return Record(f"{self.files[file]}, row {index - self._starts[file] + 1}", self._table.row(index))

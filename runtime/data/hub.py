@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from patchgen.runtime.data.arrow_rows import ArrowRows
 from patchgen.runtime.data.cache import FULL_DISK_ERRORS
 from patchgen.runtime.data.config import SourceConfig
 from patchgen.runtime.data.problems import DataError
@@ -21,6 +22,7 @@ class HubDataset:
     def __init__(self, dataset: Any, name: str) -> None:
         self.dataset = dataset
         self.name = name
+        self._as_written = _as_written(dataset)
 
     def read(self, position: int | None = None) -> Iterator[tuple[Record, int]]:
         for index in range(position or 0, len(self.dataset)):
@@ -33,7 +35,11 @@ class HubDataset:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Record:
-        return Record(f"{self.name}, row {index + 1}", self.dataset[index])
+        return Record(f"{self.name}, row {index + 1}", self.row(index))
+
+    def row(self, index: int) -> dict[str, Any]:
+        """The fields of a row, as they were written."""
+        return self._as_written(self.dataset[index])
 
 
 class HubStream:
@@ -44,6 +50,7 @@ class HubStream:
     def __init__(self, dataset: Any, name: str) -> None:
         self.dataset = dataset
         self.name = name
+        self._as_written = _as_written(dataset)
         self._start = dataset.state_dict()
 
     def read(self, position: list[Any] | None = None) -> Iterator[tuple[Record, list[Any]]]:
@@ -53,7 +60,7 @@ class HubStream:
             row, since = row + 1, since + 1
             if row % self.STATE_EVERY == 0:
                 state, since = self.dataset.state_dict(), 0
-            yield Record(f"{self.name}, row {row}", fields), [row, state, since]
+            yield Record(f"{self.name}, row {row}", self._as_written(fields)), [row, state, since]
 
     def fingerprint(self) -> list[Any]:
         return [self.name]
@@ -117,6 +124,11 @@ def _full_disk_error(error: BaseException | None) -> int | None:
             return error.errno
         error = error.__cause__ or error.__context__
     return None
+
+
+def _as_written(dataset: Any) -> ArrowRows:
+    """What removes Arrow's padding from the rows of a dataset, of which some streamed ones do not know their columns."""
+    return ArrowRows(dataset.features.arrow_schema if dataset.features else None, parse_json=False)
 
 
 def undecoded(dataset: Any) -> Any:

@@ -9,12 +9,19 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+MAX_LEVEL = 4
+"""The largest value of a sound, where 1 is full scale: what lossy files decode to exceeds 1 a little, other units by far."""
+MAX_CHANNELS = 8
+"""Of a sound as an array: more are taken for samples."""
+FILTER_SAMPLES = 64
+"""Of silence around a sound, in samples of the lower rate: more than the filter of the resampler takes."""
 MAX_BYTES_OF_SAMPLE = 4
 """Of sounds as integers: 8, 16 or 32 bits."""
 COLOURS = ((), (2,), (3,), (4,))
@@ -46,8 +53,8 @@ def open_value(value: Any, root: Path) -> io.BytesIO | str:
 
 
 def load_image(value: Any, root: Path) -> Any:
-    """An RGB image of PIL."""
-    from PIL import Image
+    """An RGB image of PIL, turned upright as its EXIF data say: the pixels of `transformers.image_utils.load_image`."""
+    from PIL import Image, ImageOps
 
     if isinstance(value, np.ndarray):
         if value.dtype not in (np.uint8, np.bool_):  # PIL would cut other values off at 0 and 255
@@ -59,41 +66,96 @@ def load_image(value: Any, root: Path) -> Any:
             )
         value = Image.fromarray(value.astype(np.uint8) * 255 if value.dtype == np.bool_ else value)
     if isinstance(value, Image.Image):
-        return value.convert("RGB")
+        return ImageOps.exif_transpose(value).convert("RGB")
     try:
         with Image.open(open_value(value, root)) as image:
-            return image.convert("RGB")
+            return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise MediaError(f"no readable image: {error}") from error
 
 
 def load_audio(value: Any, root: Path, *, sampling_rate: int | None) -> np.ndarray:
-    """A mono sound `(samples,)` float32 in [-1, 1], resampled to `sampling_rate`; None: not resampled."""
+    """A mono sound `(samples,)` float32, the mean of its channels, resampled to `sampling_rate`; None: not resampled.
+
+    The samples are those of `transformers.audio_utils.load_audio` with its backend soundfile, 1 being full scale; resampled by
+    FFmpeg instead of soxr.
+
+    Raises:
+        MediaError: there is no sound, or it has values that are no samples.
+    """
+    if isinstance(value, np.ndarray):
+        value = {"array": value}
+    if isinstance(value, dict) and value.get("array") is not None:
+        if value.get("sampling_rate") is None:
+            raise MediaError("a sound as an array without its rate, expected {array, sampling_rate}")
+        samples, rate = _mean_of_channels(np.asarray(value["array"])), int(value["sampling_rate"])
+    else:
+        samples, rate = _decode_audio(value, root)
+    if not samples.size:
+        raise MediaError("a sound without samples")
+    loudest = np.abs(samples).max()
+    if not loudest <= MAX_LEVEL:
+        found = f"values up to {loudest:.6g}" if np.isfinite(loudest) else "NaN or infinite values"
+        raise MediaError(
+            f"a sound with {found}, expected numbers in [-1, 1]; decoders may exceed them a little, up to {MAX_LEVEL} is read. To "
+            "fix: scale it, or return it as an array of int16 from a data.sources[].transform"
+        )
+    return samples if sampling_rate in (None, rate) else _resample(samples, rate, sampling_rate)
+
+
+def _decode_audio(value: Any, root: Path) -> tuple[np.ndarray, int]:
+    """The mean of the channels of a file `(samples,)` float32, and its sampling rate."""
     import av
     from av.error import FFmpegError
 
-    resampler = av.AudioResampler(format="flt", layout="mono", rate=sampling_rate)
-    if isinstance(value, dict) and "array" in value:
-        array = _as_float(np.asarray(value["array"]))
-        if not array.size:
-            raise MediaError("a sound without samples")
-        if value["sampling_rate"] == sampling_rate and array.ndim == 1:
-            return array
-        frame = av.AudioFrame.from_ndarray(np.atleast_2d(array).mean(0, keepdims=True), format="flt", layout="mono")
-        frame.sample_rate = value["sampling_rate"]
-        frames = [*resampler.resample(frame), *resampler.resample(None)]
-    else:
-        try:
-            with av.open(open_value(value, root), "r") as container:
-                if not container.streams.audio:
-                    raise MediaError("no sound in the file")
-                frames = [out for frame in container.decode(audio=0) for out in resampler.resample(frame)]
-                frames += resampler.resample(None)
-        except (FFmpegError, OSError) as error:
-            raise MediaError(f"no readable sound: {error}") from error
-    if not sum(frame.samples for frame in frames):
-        raise MediaError("a sound without samples")
-    return np.concatenate([frame.to_ndarray().reshape(-1) for frame in frames]).astype(np.float32, copy=False)
+    pieces, rates = [], set()
+    try:
+        with av.open(open_value(value, root), "r") as container:
+            if not container.streams.audio:
+                raise MediaError("no sound in the file")
+            for frame in container.decode(audio=0):
+                array = frame.to_ndarray()
+                channels = array if frame.format.is_planar else array.reshape(-1, frame.layout.nb_channels).T
+                pieces.append(_as_float(channels).mean(0))
+                rates.add(frame.sample_rate)
+    except (FFmpegError, OSError) as error:
+        raise MediaError(f"no readable sound: {error}") from error
+    if len(rates) > 1:
+        raise MediaError(f"a sound of several sampling rates, {', '.join(map(str, sorted(rates)))}, expected one")
+    return (np.concatenate(pieces), rates.pop()) if pieces else (np.zeros(0, dtype=np.float32), 1)
+
+
+def _mean_of_channels(array: np.ndarray) -> np.ndarray:
+    """The mean of the channels `(samples,)` float32 of an array `(samples,)`, `(channels, samples)` or `(samples, channels)`.
+
+    Raises:
+        MediaError: the array has another shape, or which of its dimensions is the channels cannot be told.
+    """
+    if array.ndim == 2 and array.size:
+        is_told = min(array.shape) <= MAX_CHANNELS and (array.shape[0] != array.shape[1] or array.size == 1)
+        if is_told:
+            return _as_float(array).mean(int(np.argmin(array.shape)))
+    if array.ndim != 1:
+        raise MediaError(
+            f"a sound as an array {array.shape}, expected (samples,), or (channels, samples) or (samples, channels) with up to "
+            f"{MAX_CHANNELS} channels and more samples than channels"
+        )
+    return _as_float(array)
+
+
+def _resample(samples: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
+    """`(samples,)` float32 at another rate: silence before and after it, as in soxr, where FFmpeg would mirror the sound."""
+    import av
+
+    period, new_period = rate // math.gcd(rate, new_rate), new_rate // math.gcd(rate, new_rate)
+    periods = -(-FILTER_SAMPLES * max(1, -(-rate // new_rate)) // period)
+    silence = np.zeros(periods * period, dtype=np.float32)
+    frame = av.AudioFrame.from_ndarray(np.concatenate([silence, samples, silence])[None], format="flt", layout="mono")
+    frame.sample_rate = rate
+    resampler = av.AudioResampler(format="flt", layout="mono", rate=new_rate)
+    frames = [*resampler.resample(frame), *resampler.resample(None)]
+    resampled = np.concatenate([piece.to_ndarray().reshape(-1) for piece in frames])
+    return resampled[periods * new_period :][: -(-len(samples) * new_rate // rate)]
 
 
 def _as_float(array: np.ndarray) -> np.ndarray:
@@ -157,14 +219,18 @@ def _count_packets(value: Any, root: Path) -> tuple[int, float]:
 
 
 def _decode(value: Any, root: Path, indices: Sequence[int]) -> tuple[list[np.ndarray], int]:
-    """The frames with these indices, `(height, width, 3)` uint8, and the number of all frames; others are not kept."""
+    """The frames with these indices, `(height, width, 3)` uint8, and the number of all frames; others are not kept.
+
+    They are turned upright, as the file says (films of phones), in steps of 90 degrees.
+    """
     import av
 
     wanted, frames, total = set(indices), [], 0
     with av.open(open_value(value, root), "r") as container:
         for frame in container.decode(video=0):
             if total in wanted:
-                frames.append(frame.to_ndarray(format="rgb24"))
+                picture = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+                frames.append(np.ascontiguousarray(picture))
             total += 1
     return frames, total
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from patchgen.runtime.data.problems import BadSample
+from patchgen.runtime.data.text_files import UnreadableText, read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +23,17 @@ class Record:
         """The fields of the sample; text files have one, `text`. Raises BadSample if it cannot be read."""
         try:
             if isinstance(self.value, Path):
-                return {"text": self.value.read_text(encoding="utf-8")}
+                return {"text": read_text(self.value)}
             fields = self.value if isinstance(self.value, dict) else json.loads(self.value.rstrip())
             # JSON may contain lone surrogates ("\\ud83d"), on which tokenizers fail; media are checked later.
             json.dumps(fields, ensure_ascii=False, skipkeys=True, default=_as_null).encode()
         except UnicodeEncodeError as error:
             surrogate = error.object[error.start : error.end]
             raise BadSample(self.where, f"not readable: {surrogate!a} in a text is not a valid character") from error
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, UnicodeDecodeError, UnreadableText, json.JSONDecodeError) as error:
             raise BadSample(self.where, f"not readable: {error}") from error
         if not isinstance(fields, dict):
-            raise BadSample(self.where, f"expected a line with one JSON object, found {type(fields).__name__}")
+            raise BadSample(self.where, f"expected one JSON object, found {type(fields).__name__}")
         return fields
 
 

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from patchgen.runtime.data.builtin import open_builtin
-from patchgen.runtime.data.config import BUILTIN, SUFFIXES, SourceConfig
-from patchgen.runtime.data.files import JsonLines, Parquet, TextFiles, find_files
+from patchgen.runtime.data.config import BUILTIN, COMPRESSED, SUFFIXES, SourceConfig, format_of_name
+from patchgen.runtime.data.files import Parquet, TextFiles, find_files
 from patchgen.runtime.data.hub import open_dataset
+from patchgen.runtime.data.json_files import JsonFiles
 from patchgen.runtime.data.problems import DataError
 
-READERS = {"jsonl": JsonLines, "parquet": Parquet, "text": TextFiles}
+READERS = {"jsonl": JsonFiles, "parquet": Parquet, "text": TextFiles}
 GLOB_CHARACTERS = "*?["
 
 
@@ -45,7 +46,7 @@ def detect_format(path: str) -> str:
     if place.is_dir():
         if any((place / mark).exists() for mark in ("dataset_info.json", "dataset_dict.json")):
             return "datasets"
-        formats = {SUFFIXES[file.suffix] for file in place.rglob("*") if file.suffix in SUFFIXES}
+        formats = {format for file in place.rglob("*") if (format := format_of_name(file)) is not None}
         if len(formats) == 1:
             return formats.pop()
         if not formats:
@@ -54,11 +55,11 @@ def detect_format(path: str) -> str:
             f"{path} holds {' and '.join(sorted(formats))} files. To fix: set the source's format to one of "
             f"{', '.join(READERS)}, datasets."
         )
-    if place.suffix in SUFFIXES:
-        return SUFFIXES[place.suffix]
+    if (format := format_of_name(place)) is not None:
+        return format
     if place.exists() or any(character in path for character in GLOB_CHARACTERS):  # names on the hub have none of them
         raise DataError(
-            f"{path} has no known suffix ({', '.join(SUFFIXES)}). To fix: set the source's format; decompress or convert "
-            "files of other formats."
+            f"{path} has no known suffix ({', '.join(SUFFIXES)}; text also with {' or '.join(COMPRESSED)} after it). To fix: set "
+            "the source's format; decompress or convert files of other formats."
         )
     return "datasets"

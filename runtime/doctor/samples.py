@@ -14,7 +14,7 @@ from patchgen.runtime.data.config import Modality
 from patchgen.runtime.data.formats import PAIR_COLUMNS
 from patchgen.runtime.data.loader import documents_of
 from patchgen.runtime.data.prepare import PreparedRecord, Preparer
-from patchgen.runtime.data.problems import BadSample
+from patchgen.runtime.data.problems import BadSample, bad_sample_error
 from patchgen.runtime.data.records import Record
 from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.data.transform import FIRST_ROWS, ModelInputs, Transform, check_first_rows, mappers_of
@@ -89,7 +89,7 @@ def first_samples(config: DataConfig, parts: DataParts, incompatible: ModalityPa
         if not prepared.samples:
             problems.append(f"{where}: {reason}")
             if outcome == "bad" and config.on_bad == "error":
-                raise DataError(f"{problems[-1]}. data.on_bad: skip leaves such samples out.")
+                raise bad_sample_error(where, reason)
         for fields in prepared.samples:
             if samples and num_tokens + len(fields["input_ids"]) > min(MAX_TOKENS, config.tokens_per_batch):
                 return samples

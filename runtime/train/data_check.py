@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
-from patchgen.runtime.data import DataConfig, DataError
+from patchgen.runtime.data import Counters, DataConfig, DataError
+from patchgen.runtime.data.build import make_preparer
 from patchgen.runtime.data.chat import learned_turns, require_messages
 from patchgen.runtime.data.literals import Literals
 from patchgen.runtime.data.multimodal import PrepareMultimodal
-from patchgen.runtime.data.problems import BadSample
+from patchgen.runtime.data.problems import BadSample, bad_sample_error
 from patchgen.runtime.data.records import Source
 from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.data.text import required_field
@@ -38,6 +40,52 @@ def require_data(recipe: Recipe) -> None:
                 _require_section(recipe, config)
         except DataError as error:
             raise RecipeError(str(error)) from error
+
+
+def describe_first_samples(recipe: Recipe) -> str:
+    """What becomes of the first samples of each source, encoded as by the run: a line per source, or why none was encoded.
+
+    Args:
+        recipe: as `preflight.decide_trainable` returns it.
+
+    Raises:
+        RecipeError, DataError: the data cannot be encoded, a source is empty, or a sample is bad and `on_bad` is error.
+    """
+    source = recipe.model.source
+    if not Path(source).is_dir():
+        origin = "trained" if models.is_model_type(source) else "read"
+        return (
+            f"data         no sample was encoded: the tokenizer of '{source}' is {origin} when the run starts; `patchgen data` "
+            "shows the samples"
+        )
+    parts, lines = setup.data_parts(recipe), []
+    for name, config in (("data", recipe.data), ("eval_data", recipe.evaluation_data)):
+        if config is not None:
+            with reading.naming_section(name):
+                lines += [f"{name:<12} {line}" for line in encode_first_samples(config, parts)]
+    return "\n".join(lines)
+
+
+def encode_first_samples(config: DataConfig, parts: setup.DataParts) -> list[str]:
+    """A line per source: how many of its first samples were encoded, and which are bad, skipped or truncated, and why.
+
+    Raises:
+        DataError: a source is empty, or a sample is bad and `on_bad` is error.
+    """
+    preparer = make_preparer(config, parts.tokenizer, parts.processor, parts.position_function)
+    lines = []
+    for index, (name, source) in enumerate(zip(config.source_names, map(open_source, config.sources), strict=True)):
+        counters, records = Counters(), [record for record, _ in itertools.islice(source.read(), FIRST_ROWS)]
+        for record in records:
+            problem = preparer(index, record).problem
+            if problem is not None and problem.outcome == "bad" and config.on_bad == "error":
+                raise bad_sample_error(problem.where, problem.reason)
+            if problem is not None:
+                counters.add(*problem)
+        if not records:
+            raise DataError(f"No samples in {source.name}.")
+        lines.append(f"{name}: the first {len(records)} samples encoded, {counters.summary()}")
+    return lines
 
 
 def _require_section(recipe: Recipe, config: DataConfig) -> None:

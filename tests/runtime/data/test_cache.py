@@ -230,9 +230,9 @@ def test_missing_data_is_an_error_with_the_path(tmp_path):
     with pytest.raises(DataError, match="jsonl and text files. To fix: set the source's format"):
         build(tmp_path / "mixed")
     build(tmp_path / "mixed", format="text")
-    (tmp_path / "packed.jsonl.gz").write_bytes(b"")
+    (tmp_path / "packed.csv.gz").write_bytes(b"")
     with pytest.raises(DataError, match="no known suffix .* decompress or convert"):
-        build(tmp_path / "packed.jsonl.gz")
+        build(tmp_path / "packed.csv.gz")
     (tmp_path / "bare").mkdir()
     with pytest.raises(DataError, match="bare has no data files"):
         build(tmp_path / "bare")

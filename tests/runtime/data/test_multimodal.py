@@ -89,7 +89,7 @@ def test_each_image_once_wherever_a_run_is_resumed(folder, count, stop, pool):
 
 BROKEN = {
     "a broken line": ('{"messages": [', "not readable"),
-    "no object": ("[1, 2]", "expected a line with one JSON object, found list"),
+    "no object": ("[1, 2]", "expected one JSON object, found list"),
     "a missing field": ('{"images": []}', "the columns images .* Nearest: messages lacks messages"),
     "an unreadable image": (sample("bad.png"), "image 0: no readable image"),
     "no such image": (sample("gone.png"), "image 0: no file .*gone.png"),
