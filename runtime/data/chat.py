@@ -26,7 +26,11 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from patchgen.runtime.data.literals import Literals
+from patchgen.runtime.data.media_parts import MEDIA_PARTS
 from patchgen.runtime.data.problems import BadSample, DataError, as_bad_sample
+from patchgen.runtime.data.template_forms import forms_of
+from patchgen.runtime.data.template_inputs import adapted_messages, adapted_tools
+from patchgen.runtime.data.template_traces import require_traces
 from patchgen.runtime.data.text import SampleEncoder, Tokens, required_field, tokenizer_fingerprint
 
 LEARN_FLAGS = ("train", "weight")
@@ -68,8 +72,9 @@ class ChatEncoder(SampleEncoder):
         """The ids `(n,)` int64 of messages, with the tools of `fields`, and which have a loss `(n,)` bool.
 
         Raises:
-            BadSample: the template refuses the messages.
+            BadSample: the template refuses the messages, or drops a part of them.
         """
+        require_no_media(where, messages)
         tools = fields.get("tools") or None
         template = self.tokenizer.get_chat_template(None, tools=tools)
         text, spans = render_with_spans(
@@ -121,6 +126,19 @@ def require_messages(where: str, messages: list[Any]) -> None:
             raise BadSample(where, f"message {index} is {message!r:.80}, expected a dict with a role and content")
 
 
+def require_no_media(where: str, messages: list[dict[str, Any]]) -> None:
+    """Raises BadSample for an image, a video or a sound: a template may write its placeholder, but nobody reads the item."""
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        for part in content if isinstance(content, list | tuple) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind in MEDIA_PARTS:
+                name = f"message {index} of {message['role']!r}"
+                raise BadSample(
+                    where, f"{name} has a part of the type {kind!r}, which only data.kind = multimodal reads"
+                )
+
+
 def render_with_spans(
     where: str,
     messages: list[dict[str, Any]],
@@ -133,17 +151,19 @@ def render_with_spans(
     """The text of a conversation with special tokens marked, and the spans of the assistant turns `learned`; None: of all.
 
     Raises:
-        BadSample: the template refuses the messages.
+        BadSample: the template refuses the messages, or drops a part of them.
     """
-    render, messages = make_renderer(messages, tools, template=template, literals=literals)
+    render, messages = make_renderer(messages, tools, template=template, literals=literals, where=where)
     with as_bad_sample("the chat template", where, "the messages"):
         marks = None
         if marks_assistant_turns(template):
             text, marks = render.with_marks(messages)
+            require_traces(where, render, messages, text)
             if learned is None:
                 return text, marks
         else:
             text = render(messages)
+            require_traces(where, render, messages, text)
         spans = assistant_spans(render, messages, text, tuple(literals.tokenizer.get_added_vocab()))
     if marks is not None and learned is not None:
         return text, _marks_with_loss(where, marks, spans, learned)
@@ -171,16 +191,20 @@ class Renderer:
 
 
 def make_renderer(
-    messages: list[dict[str, Any]], tools: Any, *, template: str, literals: Literals
+    messages: list[dict[str, Any]], tools: Any, *, template: str, literals: Literals, where: str
 ) -> tuple[Renderer, list[dict[str, Any]]]:
-    """A renderer for a conversation, and its messages without flags and None; special tokens in messages and tools are marked."""
-    # Templates would write "None" for keys with no value; transformers drops them as well.
-    marked_messages = [
-        {key: value for key, value in message.items() if value is not None and key not in LEARN_FLAGS}
-        for message in literals.mark(messages)
-    ]
-    options = {"chat_template": template, "tools": literals.mark(tools)}
-    return Renderer({**literals.tokenizer.special_tokens_map, **options}), marked_messages
+    """A renderer for a conversation, and its messages without flags, in the forms that the template takes; special tokens in
+    messages and tools are marked.
+
+    Raises:
+        BadSample: a message or a tool is in no known form.
+    """
+    special_tokens = literals.tokenizer.special_tokens_map
+    forms = forms_of(template, special_tokens)
+    unflagged = [{key: value for key, value in message.items() if key not in LEARN_FLAGS} for message in messages]
+    adapted = adapted_messages(where, unflagged, forms)
+    options = {"chat_template": template, "tools": literals.mark(adapted_tools(where, tools, forms))}
+    return Renderer({**special_tokens, **options}), literals.mark(adapted)
 
 
 def _marks_with_loss(

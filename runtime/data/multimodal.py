@@ -122,7 +122,7 @@ class PrepareMultimodal:
             where, self.config.sources[source_index], fields, fields["messages"]
         )
         text, by_role = role_spans(
-            messages, fields.get("tools") or None, template=self.template, literals=self.literals
+            messages, fields.get("tools") or None, template=self.template, literals=self.literals, where=where
         )
         ids = self._run_processor(where, text, [], items)[0]["input_ids"].numpy()
         tokens_in = lambda spans: (self._run_processor(where, text, spans, items)[0]["labels"] != IGNORED).numpy()  # noqa: E731

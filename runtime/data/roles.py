@@ -28,9 +28,15 @@ TEMPLATE = "template"
 Spans = dict[str, list[tuple[int, int]]]
 
 
-def role_spans(messages: list[dict[str, Any]], tools: Any, *, template: str, literals: Literals) -> tuple[str, Spans]:
-    """The text of a conversation with special tokens marked, and the spans of each role in it."""
-    render, messages = make_renderer(messages, tools, template=template, literals=literals)
+def role_spans(
+    messages: list[dict[str, Any]], tools: Any, *, template: str, literals: Literals, where: str
+) -> tuple[str, Spans]:
+    """The text of a conversation with special tokens marked, and the spans of each role in it.
+
+    Raises:
+        BadSample: a message or a tool is in no known form.
+    """
+    render, messages = make_renderer(messages, tools, template=template, literals=literals, where=where)
     text = render(messages)
     spans: Spans = {}
     for index, message in enumerate(messages):
@@ -60,7 +66,7 @@ def tokens_with_roles(
     Raises:
         BadSample: the text cannot be encoded.
     """
-    text, spans = role_spans(messages, tools, template=template, literals=literals)
+    text, spans = role_spans(messages, tools, template=template, literals=literals, where=where)
     ids, _ = literals.encode(where, text)
     return ids, roles_of_tokens(len(ids), spans, lambda role: literals.encode(where, text, role)[1])
 
