@@ -41,8 +41,6 @@ TOOL = {
 }
 REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, LookupError)
 """What a template raises on messages that it does not support."""
-TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of parts with a `text`; the last two are of OpenAI's later interface."""
 
 
 def forms_of(template: str, special_tokens: Mapping[str, Any]) -> TemplateForms:
