@@ -149,14 +149,14 @@ ONLY_TEXT = (
 ONLY_PARTS = (
     "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\n' }}"
     "{%- for part in message.content if part.type == 'text' -%}{{ part.text }}{%- endfor -%}<|im_end|>{{ '\n' }}"
-    "{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
 # Writes only the first part of a content, and only the first call.
 ONLY_FIRST = (
     "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\n' }}"
     "{%- if message.tool_calls -%}{{ message.tool_calls[0].function.name }}{{ message.tool_calls[0].function.arguments | tojson }}"
     "{%- else -%}{{ message.content[0].text }}{%- endif -%}<|im_end|>{{ '\n' }}"
-    "{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
 
 
