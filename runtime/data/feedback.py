@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from patchgen.runtime.data.chat import ChatEncoder, common_prefix_length, learned_turns
+from patchgen.runtime.data.chat import ChatEncoder, learned_turns
 from patchgen.runtime.data.problems import BadSample, DataError
 from patchgen.runtime.data.text import SampleEncoder, TextEncoder, Tokens
+from patchgen.runtime.data.turn_spans import common_prefix_length
 
 
 class PairEncoder(SampleEncoder):
@@ -68,7 +69,7 @@ class LabelledEncoder(SampleEncoder):
                 f"{where}: messages need a tokenizer with a chat template; this one has none (chat_template)."
             )
         else:
-            encoded = Tokens(self.chat.encode_messages(where, fields["messages"], fields, None)[0], None)
+            encoded = Tokens(self.chat.encode_messages(where, fields["messages"], fields, frozenset())[0], None)
         return replace(encoded, label=float(fields["label"]))
 
     def fingerprint(self) -> list[Any]:

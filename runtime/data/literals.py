@@ -12,9 +12,10 @@ the data are marked before the template is rendered, and marked ones are encoded
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,10 @@ from patchgen.runtime.data.problems import BadSample, DataError
 START, END = "\U000f0000", "\U000f0001"  # private-use characters, which transformers also uses to mark control tokens
 MARKED = re.compile(f"{START}([^{START}{END}]*){END}|[{START}{END}]")
 
+SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>|<(?:start|end)_of_\w{1,30}>")
+"""What special tokens look like in templates."""
+TEMPLATE = -1
+"""The source of characters that the data have not brought."""
 Span = tuple[int, int]
 Offsets = Sequence[Span] | np.ndarray
 """The characters of each token, `(n, 2)`."""
@@ -54,6 +59,29 @@ def not_for_training(tokenizer: Any) -> str:
     )
 
 
+def without_marks(value: Any) -> Any:
+    """A text, or a list or dict of texts, without the characters that mark tokens."""
+    if isinstance(value, str):
+        return value.replace(START, "").replace(END, "") if START in value or END in value else value
+    if isinstance(value, dict):
+        return {key: without_marks(element) for key, element in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_marks(element) for element in value]
+    return value
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """All texts in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for element in value.values():
+            yield from strings_of(element)
+    elif isinstance(value, list | tuple):
+        for element in value:
+            yield from strings_of(element)
+
+
 class Literals:
     """Marks special tokens of a tokenizer in data, and encodes marked ones as plain text.
 
@@ -80,7 +108,8 @@ class Literals:
                     f"are, for example, {', '.join(near)}."
                 )
         longest_first = sorted(special.keys() - set(self.kept), key=len, reverse=True)
-        self._literal = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.added_tokens = tuple(tokenizer.get_added_vocab())
         self._warned: set[str] = set()
         candidates = (tokenizer.pad_token, tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token)
         self._stand_in = next(
@@ -97,13 +126,73 @@ class Literals:
     def mark(self, value: Any) -> Any:
         """A text, or a list or dict of texts (messages, tools), with special tokens marked."""
         if isinstance(value, str):
-            bare = value.replace(START, "").replace(END, "")
-            return self._literal.sub(self._mark, bare)
+            return self.pattern.sub(self._mark, without_marks(value))
         if isinstance(value, dict):
             return {key: self.mark(element) for key, element in value.items()}
         if isinstance(value, list | tuple):
             return [self.mark(element) for element in value]
         return value
+
+    def unknown_tokens(self, text: str, sources: np.ndarray | None = None) -> list[str]:
+        """What a template writes as special tokens, and is none of the tokenizer's, as where it is the template of another model.
+
+        Args:
+            text: rendered.
+            sources: as of `mark_rendered`; what the data have brought does not count.
+        """
+        found = [
+            match.group()
+            for match in SPECIAL_TOKEN.finditer(text)
+            if sources is None or (sources[match.start() : match.end()] == TEMPLATE).all()
+        ]
+        return [token for token in dict.fromkeys(found) if token not in self._vocabulary]
+
+    @functools.cached_property
+    def _vocabulary(self) -> frozenset[str]:
+        return frozenset(self.tokenizer.get_vocab())
+
+    def warn_of_unknown_tokens(self, text: str, sources: np.ndarray | None) -> None:
+        """Warns of each of `unknown_tokens` once."""
+        for token in self.unknown_tokens(text, sources):
+            if token not in self._warned:
+                self._warned.add(token)
+                warnings.warn(
+                    f"The chat template writes {token!r}, for which the tokenizer has no token: it is the template of another "
+                    "model, or the tokens were not added. Models do not stop generation at text. `patchgen doctor` says more.",
+                    stacklevel=2,
+                )
+
+    def mark_rendered(
+        self, where: str, text: str, sources: np.ndarray | None, spans: Sequence[Span], data: Any
+    ) -> tuple[str, list[Span]]:
+        """A rendered text with those special tokens marked that come from the data, and `spans` shifted accordingly.
+
+        Args:
+            sources: `(len(text),)` where each character comes from, -1: from the template; None: unknown.
+            data: the messages and tools.
+
+        Raises:
+            BadSample: the data have special tokens, and it is unknown which those are in the text.
+        """
+        if sources is None:
+            token = next(
+                (match.group() for string in strings_of(data) if (match := self.pattern.search(string))), None
+            )
+            if token is not None:
+                raise BadSample(
+                    where,
+                    f"{token!r} in a text, which cannot be told from what the chat template writes (if it should be the special "
+                    "token, add it to data.special_tokens)",
+                )
+            return text, list(spans)
+        pieces, starts, last = [], [], 0
+        for match in self.pattern.finditer(text):
+            if (sources[match.start() : match.end()] != TEMPLATE).any():
+                pieces += [text[last : match.start()], self._mark(match)]
+                starts += [match.start(), match.end() - 1]
+                last = match.end()
+        shift = lambda position: position + int(np.searchsorted(starts, position, side="left"))  # noqa: E731
+        return "".join([*pieces, text[last:]]), [(shift(start), shift(end)) for start, end in spans]
 
     def _mark(self, match: re.Match) -> str:
         token = match.group()

@@ -1,10 +1,8 @@
-"""Finds the role of each token of a conversation by replacing the content of one message at a time.
+"""Finds the role of each token of a conversation: that of the message which has brought it; all others are the template's.
 
-The characters that change are the content of that message; all others belong to the template.
-
-    messages    user: Hi                    assistant: Hello
-    rendered    <|user|>Hi<|end|><|assistant|>Hello<|end|>
-    replaced    <|user|>xx<|end|><|assistant|>Hello<|end|>        user: the two characters that differ
+messages    user: Hi                    assistant: Hello
+rendered    <|user|>Hi<|end|><|assistant|>Hello<|end|>
+role                uu                    aaaaa
 """
 
 from __future__ import annotations
@@ -14,15 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from patchgen.runtime.data.chat import (
-    SENTINEL,
-    common_prefix_length,
-    common_suffix_length,
-    make_renderer,
-    render_or_none,
-    with_sentinel_content,
-)
+from patchgen.runtime.data.chat import make_renderer
 from patchgen.runtime.data.literals import Literals
+from patchgen.runtime.data.problems import as_bad_sample
+from patchgen.runtime.data.turn_spans import read_conversation, text_by_message
 
 TEMPLATE = "template"
 Spans = dict[str, list[tuple[int, int]]]
@@ -31,30 +24,25 @@ Spans = dict[str, list[tuple[int, int]]]
 def role_spans(
     messages: list[dict[str, Any]], tools: Any, *, template: str, literals: Literals, where: str
 ) -> tuple[str, Spans]:
-    """The text of a conversation with special tokens marked, and the spans of each role in it.
+    """The text of a conversation with special tokens of its data marked, and the spans of each role in it.
 
     Raises:
-        BadSample: a message or a tool is in no known form.
+        BadSample: the template refuses the messages, or one is in no known form.
     """
     render, messages = make_renderer(messages, tools, template=template, literals=literals, where=where)
-    text = render(messages)
+    with as_bad_sample("the chat template", where, "the messages"):
+        conversation = read_conversation(render, messages, literals)
+    found = list(text_by_message(conversation))
+    text, shifted = literals.mark_rendered(
+        where,
+        conversation.text,
+        conversation.sources,
+        [span for _, span in found],
+        [messages, render.options["tools"]],
+    )
     spans: Spans = {}
-    for index, message in enumerate(messages):
-        parts = [{"type": "text", "text": SENTINEL}]
-        replacements = (
-            {"role": message["role"], "content": parts if isinstance(message.get("content"), list) else SENTINEL},
-            with_sentinel_content(message),
-        )
-        texts = (
-            render_or_none(render, [*messages[:index], replacement, *messages[index + 1 :]])
-            for replacement in replacements
-        )
-        replaced = next((rendered for rendered in texts if rendered is not None and SENTINEL in rendered), None)
-        if replaced is None:
-            continue  # the template does not render this message, or refuses the replacement
-        start = common_prefix_length(text, replaced)
-        end = max(start, len(text) - common_suffix_length(text[start:], replaced[start:]))
-        spans.setdefault(message["role"], []).append((start, end))
+    for (index, _), span in zip(found, shifted, strict=True):
+        spans.setdefault(messages[index]["role"], []).append(span)
     return text, spans
 
 

@@ -19,11 +19,9 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from jinja2 import TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
+from patchgen.runtime.data.rendering import Renderer
 
 Message = dict[str, Any]
 Form = Literal["text", "parts"]
@@ -39,8 +37,6 @@ TOOL = {
     "description": "d",
     "parameters": {"type": "object", "properties": {KEY: {"type": "string", "description": WORD}}, "required": [KEY]},
 }
-REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, LookupError)
-"""What a template raises on messages that it does not support."""
 
 
 def forms_of(template: str, special_tokens: Mapping[str, Any]) -> TemplateForms:
@@ -54,31 +50,19 @@ def forms_of(template: str, special_tokens: Mapping[str, Any]) -> TemplateForms:
 
 @functools.lru_cache(maxsize=64)
 def _forms_of(template: str, special_tokens: str) -> TemplateForms:
-    return TemplateForms(Prober(template, json.loads(special_tokens)))
-
-
-@dataclass(frozen=True)
-class Prober:
-    """Renders probes."""
-
-    template: str
-    special_tokens: Mapping[str, Any]
-
-    def __call__(self, messages: list[Message], tools: list[Any] | None = None) -> str:
-        """The text; empty if the template refuses the messages."""
-        options = {**self.special_tokens, "chat_template": self.template, "tools": tools}
-        try:
-            return render_jinja_template([messages], add_generation_prompt=False, **options)[0][0]
-        except REFUSALS:
-            return ""
+    return TemplateForms(template, json.loads(special_tokens))
 
 
 class TemplateForms:
     """The forms that a template takes; each is found when a conversation first needs it."""
 
-    def __init__(self, prober: Prober) -> None:
-        self.render = prober
+    def __init__(self, template: str, special_tokens: Mapping[str, Any]) -> None:
+        self._options = {**special_tokens, "chat_template": template}
         self._content: dict[str, frozenset[Form]] = {}
+
+    def render(self, messages: list[Message], tools: list[Any] | None = None) -> str:
+        """The text in small letters, because some templates change them; empty if the template refuses the messages."""
+        return (Renderer({**self._options, "tools": tools}).or_none(messages) or "").lower()
 
     # ------------------------------------------------------------------------------------------------------- content
 
@@ -132,7 +116,7 @@ class TemplateForms:
         message = {"content": self._in_taken_form(role, "a")}
         for before, after in self._contexts(role):
             found, unknown = (
-                self.render([*before, {"role": name, **message}, *after]).lower().replace(name, "")
+                self.render([*before, {"role": name, **message}, *after]).replace(name, "")
                 for name in (role, UNKNOWN_ROLE)
             )
             if found and found != unknown:

@@ -15,15 +15,20 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from patchgen.runtime.data.media_parts import MEDIA_COLUMNS
 from patchgen.runtime.data.problems import BadSample
-from patchgen.runtime.data.template_forms import REFUSALS, Message
+from patchgen.runtime.data.rendering import Renderer
+from patchgen.runtime.data.template_forms import Message
 
-Render = Callable[[list[Message]], str]
+DROPPED_TOOLS = (
+    "The chat template does not write the schemas of tools: the model does not read which tools there are. To fix: describe them "
+    "in a system message, or take a template with tools."
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Probe:
     add: Callable[[Message], Message]
 
 
-def require_traces(where: str, render: Render, messages: Sequence[Message], text: str) -> None:
+def require_traces(where: str, render: Renderer, messages: Sequence[Message], text: str) -> None:
     """Requires that every content and every call of a conversation leaves a trace in its rendering.
 
     Args:
@@ -56,9 +61,9 @@ def require_traces(where: str, render: Render, messages: Sequence[Message], text
     changed = list(messages)
     for probe in probes:
         changed[probe.index] = probe.add(changed[probe.index])
-    with_words = _render_or_none(render, changed)
+    with_words = render.or_none(changed)
     for probe in probes:
-        if with_words is not None and probe.word in with_words:
+        if with_words is not None and probe.word in with_words.lower():
             continue
         if not _leaves_trace(render, messages, text, probe):
             role = messages[probe.index]["role"]
@@ -66,10 +71,7 @@ def require_traces(where: str, render: Render, messages: Sequence[Message], text
     for index, message in enumerate(messages):
         for number in _media_parts(message.get("content")):
             parts = [*message["content"][:number], *message["content"][number + 1 :]]
-            if (
-                _render_or_none(render, [*messages[:index], {**message, "content": parts}, *messages[index + 1 :]])
-                == text
-            ):
+            if render.or_none([*messages[:index], {**message, "content": parts}, *messages[index + 1 :]]) == text:
                 kind = message["content"][number]["type"]
                 raise _dropped(where, f"the {kind} in part {number} of the content", index, message["role"])
 
@@ -86,14 +88,21 @@ def _media_parts(content: Any) -> list[int]:
     return [number for number, part in parts if isinstance(part, dict) and part.get("type") in MEDIA_COLUMNS]
 
 
-def _leaves_trace(render: Render, messages: Sequence[Message], text: str, probe: Probe) -> bool:
+def warn_of_dropped_tools(render: Renderer, messages: Sequence[Message], text: str) -> None:
+    """Warns if the template writes no schemas of the tools in `render`: the model is not told which there are, here as in use."""
+    without_tools = Renderer({**render.options, "tools": None})
+    if render.options["tools"] and without_tools.or_none(messages) == text:
+        warnings.warn(DROPPED_TOOLS, stacklevel=2)
+
+
+def _leaves_trace(render: Renderer, messages: Sequence[Message], text: str, probe: Probe) -> bool:
     """Whether a word in one place alone changes the rendering, or is in the rendering up to its message."""
     before, message, after = messages[: probe.index], messages[probe.index], messages[probe.index + 1 :]
-    changed = _render_or_none(render, [*before, probe.add(message), *after])
+    changed = render.or_none([*before, probe.add(message), *after])
     if changed is None or changed != text:
         return True  # a template that refuses the word has read it
-    through = _render_or_none(render, [*before, probe.add(message)])
-    return through is not None and probe.word in through
+    through = render.or_none([*before, probe.add(message)])
+    return through is not None and probe.word in through.lower()
 
 
 def _words(text: str) -> Iterator[str]:
@@ -158,10 +167,3 @@ def _lengthened(value: Any, word: str) -> Any:
     if isinstance(value, dict):
         return {**value, word: word}
     return [*value, {word: word} if value and isinstance(value[0], dict) else word]
-
-
-def _render_or_none(render: Render, messages: Sequence[Message]) -> str | None:
-    try:
-        return render(list(messages))
-    except REFUSALS:
-        return None

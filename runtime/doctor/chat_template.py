@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from patchgen.runtime.data.chat import render_with_spans
+from patchgen.runtime.data.chat import make_renderer, render_with_spans
 from patchgen.runtime.data.literals import Literals
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.task_encoders import TASK_ENCODERS
+from patchgen.runtime.data.template_forms import forms_of
+from patchgen.runtime.data.turn_spans import ends_turns
 from patchgen.runtime.doctor.finding import Check, Finding, failed, not_checked, passed
+from patchgen.runtime.doctor.tokens import stop_tokens
 
 if TYPE_CHECKING:
     from patchgen.runtime.doctor.patient import Patient
@@ -26,8 +28,6 @@ KINDS_WITHOUT_TEMPLATE = ("text", "classification", *TASK_ENCODERS)
 QUESTION, ANSWER = "Where is the river?", "Behind the hill."
 REFUSALS = (TemplateError, TypeError, ValueError)
 """What a template raises on messages that it does not support."""
-SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>|<(?:start|end)_of_\w{1,30}>")
-"""What special tokens look like in templates."""
 ADVICE = (
     "Take the chat template that comes with these weights (chat_template.jinja, or chat_template in "
     "tokenizer_config.json); a base model without one can learn any whose special tokens the tokenizer has."
@@ -41,7 +41,8 @@ class Turn:
     Attributes:
         header: the text between question and answer, from which generation starts.
         header_ids: the tokens of the header.
-        end_id: the special token that ends the part of the turn with a loss; None: there is none.
+        end_id: the special token that ends the part of the turn with a loss, which is the next role's marker if the template
+            writes none after a turn; None: there is none.
     """
 
     header: str
@@ -50,7 +51,8 @@ class Turn:
 
 
 class ChatTemplate(Check):
-    """Its markers are special tokens, its generation prompt begins its turns, and its turns end with a special token."""
+    """Its markers are special tokens, its generation prompt begins its turns, and its turns end with a special token at which
+    generation stops."""
 
     name = "chat template"
 
@@ -76,7 +78,9 @@ class ChatTemplate(Check):
         if turn is None:
             return not_checked("the header of the assistant's turn cannot be found in what the template writes.")
         end = patient.tokenizer.convert_ids_to_tokens(turn.end_id)
-        return passed(f"The assistant's turn begins after {turn.header!r} and ends with {end!r}.")
+        forms = forms_of(template, patient.tokenizer.special_tokens_map)
+        dropped = "" if forms.wrapped_tools or forms.flat_tools else " It writes no schemas of tools."
+        return passed(f"The assistant's turn begins after {turn.header!r} and ends with {end!r}.{dropped}")
 
 
 def template_of(patient: Patient) -> str | None:
@@ -91,7 +95,7 @@ def find_turn(patient: Patient) -> Turn | None:
     template, tokenizer = template_of(patient), patient.tokenizer
     if template is None:
         return None
-    conversation = messages(patient)
+    conversation = messages(patient, template)
     try:
         _, prompt, text = rendered_texts(tokenizer, template, conversation)
         _, spans = render_with_spans("probe", conversation, None, template=template, literals=Literals(tokenizer))
@@ -112,13 +116,16 @@ def special_ids(tokenizer: Any) -> set[int]:
     return set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
 
 
-def messages(patient: Patient) -> list[dict[str, Any]]:
-    """A question and its answer; multimodal content is a list of parts, because many templates for it take nothing else."""
-    has_parts = patient.recipe.data.kind == "multimodal"
-    return [
-        {"role": role, "content": [{"type": "text", "text": text}] if has_parts else text}
-        for role, text in (("user", QUESTION), ("assistant", ANSWER))
+def messages(patient: Patient, template: str) -> list[dict[str, Any]]:
+    """A question and its answer, and another question if the template ends turns with the next role's marker, in the forms that the
+    template takes."""
+    asked = [
+        {"role": role, "content": text}
+        for role, text in (("user", QUESTION), ("assistant", ANSWER), ("user", QUESTION))
     ]
+    literals = Literals(patient.tokenizer)
+    render, conversation = make_renderer(asked, None, template=template, literals=literals, where="probe")
+    return conversation[:2] if ends_turns(render, literals.added_tokens) else conversation
 
 
 def rendered_texts(tokenizer: Any, template: str, conversation: list[dict[str, Any]]) -> tuple[str, str, str]:
@@ -145,12 +152,11 @@ def _conflicting_files(source: str) -> Iterable[str]:
 def _unknown_tokens(patient: Patient, template: str) -> Iterable[str]:
     """Special tokens that the template writes and this tokenizer splits, as when it is the template of another model."""
     try:
-        text = rendered_texts(patient.tokenizer, template, messages(patient))[2]
+        text = rendered_texts(patient.tokenizer, template, messages(patient, template))[2]
     except REFUSALS as error:
         yield f"The template refuses a question with its answer: {error}."
         return
-    known = patient.tokenizer.get_vocab()
-    unknown = [mark for mark in dict.fromkeys(SPECIAL_TOKEN.findall(text)) if mark not in known]
+    unknown = Literals(patient.tokenizer).unknown_tokens(text)
     if unknown:
         pieces = len(patient.tokenizer(unknown[0], add_special_tokens=False)["input_ids"])
         yield (
@@ -161,7 +167,7 @@ def _unknown_tokens(patient: Patient, template: str) -> Iterable[str]:
 
 def _turn_problems(patient: Patient, template: str) -> Iterable[str]:
     """Why training on the assistant's turn would not teach what generation needs: where it begins, and where it ends."""
-    tokenizer, conversation = patient.tokenizer, messages(patient)
+    tokenizer, conversation = patient.tokenizer, messages(patient, template)
     try:
         bare, prompt, text = rendered_texts(tokenizer, template, conversation)
     except REFUSALS:  # reported by `_unknown_tokens`
@@ -189,4 +195,13 @@ def _turn_problems(patient: Patient, template: str) -> Iterable[str]:
         yield (
             f"The part of the turn that has a loss ends with {after[-20:] or ANSWER[-8:]!r}, which is not a special token "
             f"({text[end:].strip()[:20]!r} follows): the model would not learn where to stop."
+        )
+        return
+    stops = stop_tokens(patient) | ({tokenizer.eos_token_id} - {None})
+    if not stops.intersection(ids):
+        names = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r}" for token in sorted(stops)) or "no token"
+        yield (
+            f"The template ends turns with {tokenizer.convert_ids_to_tokens(ids[-1])!r}, and generation stops at {names} "
+            "(eos_token of the tokenizer, eos_token_id of config.json and generation_config.json): it would run past the end of "
+            "an answer. Name the template's token there, if the template is the right one."
         )

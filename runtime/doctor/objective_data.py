@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from patchgen.runtime.data import DataError
-from patchgen.runtime.data.chat import common_prefix_length
 from patchgen.runtime.data.loader import make_batch
+from patchgen.runtime.data.turn_spans import common_prefix_length
 from patchgen.runtime.doctor import calls
 from patchgen.runtime.doctor.finding import Check, Finding, failed, first_names, not_checked, passed
 from patchgen.runtime.doctor.samples import Sample

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from patchgen.runtime.data.chat import ChatEncoder, assistant_spans
+from patchgen.runtime.data.chat import ChatEncoder
 from patchgen.runtime.data.problems import BadSample, DataError
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "</s>", "<think>", "</think>"]
@@ -134,11 +134,14 @@ def test_a_conversation_may_start_with_the_assistant():
     assert UNMARKED["chatml"].decode(ids[found]) == "Hello<|im_end|>"
 
 
-def test_a_turn_that_the_template_leaves_out_is_no_span():
-    spans = assistant_spans(
-        lambda part, prompt=False: "nothing", [{"role": "assistant", "content": "x"}], "nothing", ()
+def test_a_turn_that_the_template_leaves_out_is_a_bad_sample():
+    encoder = ChatEncoder(
+        byte_tokenizer("{%- for message in messages if message.role == 'user' -%}{{ message.content }}{%- endfor -%}")
     )
-    assert spans == {}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    (found,) = encoder.encode([("a.jsonl:3", {"messages": messages})])
+    assert isinstance(found, BadSample)
+    assert found.reason.startswith("the chat template drops the content of message 1 of 'assistant'")
 
 
 @pytest.mark.parametrize(

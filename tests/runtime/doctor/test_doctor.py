@@ -130,7 +130,7 @@ UNSEARCHABLE = (
     "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>model\n' }}{%- endif -%}"
 )
-"""Takes a question and its answer, but no turn exchanged for another, by which the answer is looked for."""
+"""Takes a question and its answer, but none in other letters, by which the texts of messages are traced."""
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ UNSEARCHABLE = (
             "chat",
             UNSEARCHABLE,
             FAILED,
-            "turn cannot be located in what the template writes: the chat template refuses the messages",
+            "turn cannot be located in what the template writes: what the chat template writes cannot be traced",
         ),
     ],
 )
