@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from patchgen.runtime.data import DataConfig, SourceConfig, build_loader
 from patchgen.runtime.data.chat import ChatEncoder, render_with_spans
 from patchgen.runtime.data.literals import Literals
-from patchgen.runtime.data.problems import BadSample
+from patchgen.runtime.data.problems import BadSample, DataError
+from patchgen.runtime.doctor.samples import first_samples
+from patchgen.runtime.train.setup import DataParts
 from tests.runtime.data.test_chat import byte_tokenizer
 
 TEMPLATES = {
@@ -233,3 +236,24 @@ def test_arguments_are_written_once(arguments):
     for written in (mapping, text):
         answer = learned(byte_tokenizer(template.replace("%s", written)), [USER, call(arguments)])[1]
         assert json.dumps(ARGUMENTS, ensure_ascii=False) in answer, written
+
+
+def test_loader_and_doctor_refuse_the_same_sample(tmp_path):
+    """`data` and `train` read the loader, `doctor` the first samples."""
+    bad = [USER, {"role": "critic", "content": "Too short."}, ANSWER]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"messages": messages}) + "\n" for messages in ([USER, ANSWER], bad))
+    )
+    sources = (SourceConfig(str(tmp_path / "rows.jsonl")),)
+    config = DataConfig(sources=sources, kind="chat", cache_dir=str(tmp_path / "cache"), tokens_per_batch=512)
+    tokenizer = byte_tokenizer(ONLY_TEXT)
+    reason = "rows.jsonl:2: the chat template drops the content of message 1 of 'critic'"
+    with pytest.raises(DataError, match=reason):
+        build_loader(config, tokenizer=tokenizer, batch_index=0, num_batches=1)
+    with pytest.raises(DataError, match=reason):
+        first_samples(config, DataParts(tokenizer))
+
+
+def test_a_template_that_writes_no_tools_is_warned_of():
+    with pytest.warns(UserWarning, match="does not write the schemas of tools"):
+        assert learned(byte_tokenizer(ONLY_TEXT), [USER, ANSWER], [TOOL])[1] == "Charlie answer.<|im_end|>"

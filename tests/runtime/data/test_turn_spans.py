@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import warnings
 from pathlib import Path
 
 import numpy as np
-import json
-
 import pytest
 
 from patchgen.runtime.data.chat import ChatEncoder, render_with_spans
