@@ -104,7 +104,7 @@ class _MessageAdapter:
         if "text" not in taken:
             return parts
         if len(texts) == len(parts):  # as one text, because some templates change the white space around parts
-            return "".join(texts)
+            return "".join(part["text"] for part in parts)
         if "parts" not in taken:
             other = next(part.get("type") for part in parts if part.get("type") != "text")
             raise BadSample(

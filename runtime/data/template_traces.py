@@ -91,7 +91,7 @@ def _media_parts(content: Any) -> list[int]:
 def warn_of_dropped_tools(render: Renderer, messages: Sequence[Message], text: str) -> None:
     """Warns if the template writes no schemas of the tools in `render`: the model is not told which there are, here as in use."""
     without_tools = Renderer({**render.options, "tools": None})
-    if render.options["tools"] and without_tools.or_none(messages) == text:
+    if render.options["tools"] and without_tools.or_none(list(messages)) == text:
         warnings.warn(DROPPED_TOOLS, stacklevel=2)
 
 
