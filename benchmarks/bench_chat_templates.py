@@ -186,10 +186,11 @@ def cell(name: str, form: str, pair: tuple[str, str], conversation: str) -> Cell
     tokenizer = tokenizer_of(template + twin, special=False)
     literals = Literals(tokenizer)
     try:
-        _, shown = make_renderer(messages, tools, template=template, literals=literals)
+        _, shown = make_renderer(messages, tools, template=template, literals=literals, where="")
         found_text, spans = render_with_spans("cell", messages, tools, template=template, literals=literals)
     except BadSample as error:
-        return Cell(name, form, conversation, "refused", error.reason)
+        outcome = "not taken" if error.reason.startswith("the chat template drops") else "refused"
+        return Cell(name, form, conversation, outcome, error.reason)
     text, twins_text = rendered(template, shown, tools), rendered(twin, shown, tools)
     expected = expected_characters(twin, shown, tools, literals.added_tokens)
     shared = aligned(text, twins_text)

@@ -17,8 +17,12 @@ from typing import Any
 import numpy as np
 
 from patchgen.runtime.data.literals import Literals, Span, without_marks
+from patchgen.runtime.data.media_parts import MEDIA_PARTS
 from patchgen.runtime.data.problems import BadSample, DataError, as_bad_sample
 from patchgen.runtime.data.rendering import Renderer
+from patchgen.runtime.data.template_forms import forms_of
+from patchgen.runtime.data.template_inputs import adapted_messages, adapted_tools
+from patchgen.runtime.data.template_traces import require_traces, warn_of_dropped_tools
 from patchgen.runtime.data.text import SampleEncoder, Tokens, required_field, tokenizer_fingerprint
 from patchgen.runtime.data.turn_spans import (
     marks_with_loss,
@@ -65,8 +69,9 @@ class ChatEncoder(SampleEncoder):
         """The ids `(n,)` int64 of messages, with the tools of `fields`, and which have a loss `(n,)` bool.
 
         Raises:
-            BadSample: the template refuses the messages.
+            BadSample: the template refuses the messages, or drops a part of them.
         """
+        require_no_media(where, messages)
         tools = fields.get("tools") or None
         template = self.tokenizer.get_chat_template(None, tools=tools)
         text, spans = render_with_spans(
@@ -118,6 +123,19 @@ def require_messages(where: str, messages: list[Any]) -> None:
             raise BadSample(where, f"message {index} is {message!r:.80}, expected a dict with a role and content")
 
 
+def require_no_media(where: str, messages: list[dict[str, Any]]) -> None:
+    """Raises BadSample for an image, a video or a sound: a template may write its placeholder, but nobody reads the item."""
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        for part in content if isinstance(content, list | tuple) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind in MEDIA_PARTS:
+                name = f"message {index} of {message['role']!r}"
+                raise BadSample(
+                    where, f"{name} has a part of the type {kind!r}, which only data.kind = multimodal reads"
+                )
+
+
 def render_with_spans(
     where: str,
     messages: list[dict[str, Any]],
@@ -131,11 +149,14 @@ def render_with_spans(
     None: of all.
 
     Raises:
-        BadSample: the template refuses the messages, or a turn cannot be told from other text (`turn_spans.py`).
+        BadSample: the template refuses the messages or drops a part of them (`template_traces.py`), or a turn cannot be told from
+            other text (`turn_spans.py`).
     """
-    render, messages = make_renderer(messages, tools, template=template, literals=literals)
+    render, messages = make_renderer(messages, tools, template=template, literals=literals, where=where)
     with as_bad_sample("the chat template", where, "the messages"):
         conversation = read_conversation(render, messages, literals)
+        require_traces(where, render, messages, conversation.text)
+        warn_of_dropped_tools(render, messages, conversation.text)
         literals.warn_of_unknown_tokens(conversation.text, conversation.sources)
         if marks_assistant_turns(template):
             spans = render.with_marks(messages)[1]
@@ -146,20 +167,26 @@ def render_with_spans(
             wanted = [index for index in conversation.assistants if learned is None or index in learned]
             turns = spans_of_turns(where, conversation, wanted)
             spans = [span for index in wanted for span in turns.get(index, [])]
-    return literals.mark_rendered(where, conversation.text, conversation.sources, spans, [messages, tools])
+    return literals.mark_rendered(
+        where, conversation.text, conversation.sources, spans, [messages, render.options["tools"]]
+    )
 
 
 def make_renderer(
-    messages: list[dict[str, Any]], tools: Any, *, template: str, literals: Literals
+    messages: list[dict[str, Any]], tools: Any, *, template: str, literals: Literals, where: str
 ) -> tuple[Renderer, list[dict[str, Any]]]:
-    """A renderer for a conversation, and its messages without flags and None."""
-    # Templates would write "None" for keys with no value; transformers drops them as well.
-    shown = [
-        {key: value for key, value in message.items() if value is not None and key not in LEARN_FLAGS}
-        for message in without_marks(messages)
+    """A renderer for a conversation, and its messages without flags, in the forms that the template takes.
+
+    Raises:
+        BadSample: a message or a tool is in no known form.
+    """
+    special_tokens = literals.tokenizer.special_tokens_map
+    forms = forms_of(template, special_tokens)
+    unflagged = [
+        {key: value for key, value in message.items() if key not in LEARN_FLAGS} for message in without_marks(messages)
     ]
-    options = {"chat_template": template, "tools": without_marks(tools)}
-    return Renderer({**literals.tokenizer.special_tokens_map, **options}), shown
+    options = {"chat_template": template, "tools": adapted_tools(where, without_marks(tools), forms)}
+    return Renderer({**special_tokens, **options}), adapted_messages(where, unflagged, forms)
 
 
 def marks_assistant_turns(template: str) -> bool:

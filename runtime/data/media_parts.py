@@ -11,6 +11,9 @@ from patchgen.runtime.data.problems import BadSample
 MARKS = re.compile("<(image|video|audio)>")
 MEDIA_COLUMNS = {"image": "images", "video": "videos", "audio": "audios"}
 
+MEDIA_PARTS = (*MEDIA_COLUMNS, "image_url", "video_url", "audio_url", "input_audio")
+"""Types of parts with an item, of chat templates and of OpenAI's API."""
+
 
 def as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]

@@ -27,14 +27,18 @@ def role_spans(
     """The text of a conversation with special tokens of its data marked, and the spans of each role in it.
 
     Raises:
-        BadSample: the template refuses the messages.
+        BadSample: the template refuses the messages, or one is in no known form.
     """
-    render, messages = make_renderer(messages, tools, template=template, literals=literals)
+    render, messages = make_renderer(messages, tools, template=template, literals=literals, where=where)
     with as_bad_sample("the chat template", where, "the messages"):
         conversation = read_conversation(render, messages, literals)
     found = list(text_by_message(conversation))
     text, shifted = literals.mark_rendered(
-        where, conversation.text, conversation.sources, [span for _, span in found], [messages, tools]
+        where,
+        conversation.text,
+        conversation.sources,
+        [span for _, span in found],
+        [messages, render.options["tools"]],
     )
     spans: Spans = {}
     for (index, _), span in zip(found, shifted, strict=True):

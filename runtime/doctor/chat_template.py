@@ -15,6 +15,7 @@ from patchgen.runtime.data.chat import make_renderer, render_with_spans
 from patchgen.runtime.data.literals import Literals
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.task_encoders import TASK_ENCODERS
+from patchgen.runtime.data.template_forms import forms_of
 from patchgen.runtime.data.turn_spans import ends_turns
 from patchgen.runtime.doctor.finding import Check, Finding, failed, not_checked, passed
 from patchgen.runtime.doctor.tokens import stop_tokens
@@ -77,7 +78,9 @@ class ChatTemplate(Check):
         if turn is None:
             return not_checked("the header of the assistant's turn cannot be found in what the template writes.")
         end = patient.tokenizer.convert_ids_to_tokens(turn.end_id)
-        return passed(f"The assistant's turn begins after {turn.header!r} and ends with {end!r}.")
+        forms = forms_of(template, patient.tokenizer.special_tokens_map)
+        dropped = "" if forms.wrapped_tools or forms.flat_tools else " It writes no schemas of tools."
+        return passed(f"The assistant's turn begins after {turn.header!r} and ends with {end!r}.{dropped}")
 
 
 def template_of(patient: Patient) -> str | None:
@@ -114,19 +117,15 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 
 def messages(patient: Patient, template: str) -> list[dict[str, Any]]:
-    """A question and its answer, and another question if the template ends turns with the next role's marker.
-
-    Multimodal content is a list of parts, because many templates for it take nothing else.
-    """
-    has_parts = patient.recipe.data.kind == "multimodal"
-    question, answer, next_question = [
-        {"role": role, "content": [{"type": "text", "text": text}] if has_parts else text}
+    """A question and its answer, and another question if the template ends turns with the next role's marker, in the forms that the
+    template takes."""
+    asked = [
+        {"role": role, "content": text}
         for role, text in (("user", QUESTION), ("assistant", ANSWER), ("user", QUESTION))
     ]
     literals = Literals(patient.tokenizer)
-    render, _ = make_renderer([question, answer], None, template=template, literals=literals)
-    has_end = ends_turns(render, literals.added_tokens)
-    return [question, answer] if has_end else [question, answer, next_question]
+    render, conversation = make_renderer(asked, None, template=template, literals=literals, where="probe")
+    return conversation[:2] if ends_turns(render, literals.added_tokens) else conversation
 
 
 def rendered_texts(tokenizer: Any, template: str, conversation: list[dict[str, Any]]) -> tuple[str, str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import warnings
@@ -112,7 +113,12 @@ def test_no_text_of_another_role_is_learned(name):
         if messages is None:
             continue
         taken += 1
-        text, learned = templates.rendered(ALL[name], messages, tools), learned_text(ALL[name], messages, tools=tools)
+        try:
+            learned = learned_text(ALL[name], messages, tools=tools)
+        except BadSample as error:
+            assert "the chat template drops" in error.reason
+            continue
+        text = templates.rendered(ALL[name], messages, tools)
         for n, message in enumerate(messages):
             assert (f"word{n}" in learned) == (f"word{n}" in text and message["role"] == "assistant"), (n, learned)
     assert taken
@@ -125,11 +131,13 @@ def test_a_header_that_repeats_the_name_of_a_call_is_not_learned():
         "{{ '<|im_start|>' + messages[loop.index0 - 1].tool_calls[0].function.name + '\n' }}"
         "{%- else -%}{{ '<|im_start|>' + message.role + '\n' }}{%- endif -%}"
         "{%- if loop.last and message.role == 'assistant' -%}<think></think>{%- endif -%}{{ message.content }}"
-        "{%- for call in message.tool_calls or [] -%}{{ '[' + call.function.name + ']' }}{%- endfor -%}{{ '<|im_end|>\n' }}"
+        "{%- for call in message.tool_calls or [] -%}{{ '[' + call.function.name + ']' }}{{ call.function.arguments | tojson }}"
+        "{%- endfor -%}{{ '<|im_end|>\n' }}"
         "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
     )
     messages = [user("Hi"), calls(call(), content=""), result("R"), assistant("Yes")]
-    assert learned_text(template, messages) == "[look_up]<|im_end|>·<think></think>Yes<|im_end|>"
+    arguments = json.dumps(call()["function"]["arguments"], ensure_ascii=False)
+    assert learned_text(template, messages) == f"[look_up]{arguments}<|im_end|>·<think></think>Yes<|im_end|>"
 
 
 def test_text_of_another_message_in_a_turn_makes_a_bad_sample():
@@ -156,7 +164,7 @@ def test_a_template_that_changes_letters_makes_bad_samples_unless_it_marks_turns
         "{%- for message in messages -%}<{{ message.role }}>{% generation %}{{ message.content | upper }}{% endgeneration %}"
         "{%- endfor -%}"
     ).replace("{% generation %}", "{%- if message.role == 'assistant' -%}{% generation %}")
-    marked = marked.replace("{% endgeneration %}", "{% endgeneration %}{%- endif -%}")
+    marked = marked.replace("{% endgeneration %}", "{% endgeneration %}{%- else -%}{{ message.content }}{%- endif -%}")
     assert learned_text(marked, [user("Where?"), assistant("There.")]) == "THERE."
 
 
