@@ -61,7 +61,7 @@ def train(
             if dry_run:
                 world = int(os.environ.get("WORLD_SIZE", processes * launch.parse_nodes(nodes)[0]))
                 run_plan.require_valid(recipe, world)
-                recipe = preflight.decide_trainable(recipe)
+                recipe = preflight.decide_trainable(recipe, world)
                 print(run_plan.describe(recipe, checks.build_runnable(recipe, world), world))
                 if verbose:
                     print(f"\n{recipes.to_yaml(recipe)}", end="")
