@@ -96,7 +96,7 @@ class Proof:
     training: TrainingPath | None = None
     """The comparison on the training path; None if there was none."""
     executed_lines: set[int] = field(default_factory=set)
-    """Lines of the generated file that its cases ran."""
+    """Lines of the generated file that ran when it was built and in its cases."""
     not_run: tuple[str, ...] = ()
     """Lines in functions of the generated file that no part of the proof ran, as "12" or "15-18"."""
 
@@ -142,7 +142,8 @@ def prove(
         round_trip: whether checkpoints are exchanged.
     """
     proof = Proof(type(config).model_type, upstream_class.__name__)
-    pair = build_pair(upstream_class, generated_class, config)
+    with lines.executed(inspect.getfile(generated_class)) as proof.executed_lines:
+        pair = build_pair(upstream_class, generated_class, config)
     proof.foreign_classes = pair.foreign_classes
     proof.failures += pair.problems
     if pair.problems:

@@ -129,7 +129,7 @@ def _copied_files(directory: Path, model: str) -> dict[str, str]:
 def proof_record(proof: Proof) -> ProofFacts:
     """The content of `verify.json`, without what the proof depends on."""
     result = verdict.of(proof)
-    return {
+    record: ProofFacts = {
         "model": proof.model,
         "head": proof.head,
         "status": result.status,
@@ -171,8 +171,10 @@ def proof_record(proof: Proof) -> ProofFacts:
         "foreign_classes": proof.foreign_classes,
         "failures": proof.failures,
         "training": training_record(proof.training) if proof.training is not None else None,
-        **({"not_run": list(proof.not_run)} if proof.not_run else {}),
     }
+    if proof.not_run:
+        record["not_run"] = list(proof.not_run)
+    return record
 
 
 def read_training(directory: Path, file: Path, head: str) -> TrainingRecord | None:

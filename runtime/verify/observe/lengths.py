@@ -230,7 +230,7 @@ for _kind in (_Whole, _Real):
         "neg": operator.neg, "abs": abs, "round": round, "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc,
     }.items():  # fmt: skip
         setattr(_kind, f"__{_name}__", _unary(_function))
-    _kind.__hash__ = _kind.__mro__[2].__hash__
+    _kind.__hash__ = _kind.__mro__[2].__hash__  # pyright: ignore[reportAttributeAccessIssue]
     for _name, _convert in {"__int__": int, "__float__": float}.items():
         setattr(_kind, _name, _conversion(_convert))
 
