@@ -106,7 +106,7 @@ def launch(
         run_lock.require_free(recipe.directory)
     if not fresh:
         resume_changes.require_resumable(recipe)
-    recipe = preflight.decide_trainable(recipe)
+    recipe = preflight.decide_trainable(recipe, world=processes * max_nodes)
     checks.build_runnable(recipe, world=processes * min_nodes)
     if fresh:
         move_away(recipe.directory)
@@ -263,7 +263,7 @@ def _check_on_rank_0(recipe: Recipe) -> tuple[dict[str, Any] | None, str]:
 
     try:
         run_lock.require_free(recipe.directory)
-        recipe = preflight.decide_trainable(recipe)
+        recipe = preflight.decide_trainable(recipe, world=int(os.environ["WORLD_SIZE"]))
         checks.build_runnable(recipe, world=int(os.environ["WORLD_SIZE"]))
         return to_dict(recipe), ""
     except (RecipeError, DataError, CheckpointError) as error:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from patchgen.kernels.bypassed_modules import addition
+
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 _PROBE_LIMIT = 1e4
 _TOLERANCE = 2e-6
@@ -110,10 +112,13 @@ def recognise(
 ) -> Activation | None:
     """The formula that the model's function computes, or None if it is none of ours.
 
-    Common activation modules are recognised by their type. Anything else is probed once per function and cached: a model
-    that changes its clamp after the first call is not noticed. torch.compile runs the probe while tracing and treats the
-    result as a constant (for modules from torch 2.13; fails on 2.11), for which a bound method is split into its parts.
+    Common activation modules are recognised by their type; one with a hook or another forward is none of ours. Anything else is
+    probed once per function and cached: a model that changes its clamp after the first call is not noticed. torch.compile runs the
+    probe while tracing and treats the result as a constant (for modules from torch 2.13; fails on 2.11), for which a bound method
+    is split into its parts.
     """
+    if isinstance(activation, nn.Module) and addition(activation) is not None:
+        return None
     if apply_gate is None and (type(activation), is_gated) in _KNOWN_TYPES:
         return _KNOWN_TYPES[type(activation), is_gated]
     if apply_gate is None and type(activation) is nn.GELU:

@@ -23,6 +23,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from patchgen.kernels.bypassed_modules import addition
 from patchgen.kernels.loss.causal_lm_loss import loss_divisor, require_causal_lm_loss, shifted_targets
 from patchgen.kernels.loss.chunking import within_limit
 from patchgen.kernels.packages import failed_import
@@ -109,8 +110,8 @@ def unsupported(head: Callable[[Tensor], Tensor], hidden_states: Tensor) -> str 
         return (
             f"the head must be a plain nn.Linear, found a {type(head).__qualname__}, which may do more to the logits."
         )
-    if any((head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)):
-        return "the head has hooks, which would not run: its weight is read without calling it."
+    if (added := addition(head)) is not None:
+        return f"the head has {added}, which would not run: its weight is read without calling it."
     for name, parameter in head.named_parameters():
         if type(parameter) not in (nn.Parameter, Tensor):
             return f"the head's {name} is a {type(parameter).__name__}, a plain tensor is needed."

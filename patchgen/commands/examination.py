@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from patchgen.errors import PatchgenError
 if TYPE_CHECKING:
     from patchgen.pipeline import Generated
     from patchgen.runtime.verify.proof import Proof
-    from patchgen.runtime.verify.record_types import CoverageRow, GenerationFacts, RowProofFacts
+    from patchgen.runtime.verify.record_types import CoverageRow, GenerationFacts, RowProofFacts, TrainingRecord
     from patchgen.runtime.verify.verdict import Verdict
 
 PROVEN, EAGER_ONLY, GENERATED, FAILED = "proven", "proven, eager only", "generated", "failed"
@@ -141,7 +141,6 @@ def _prove(model_type: str, directory: Path, *, takes_media: bool) -> tuple[Verd
     """The verdict, and what was compared; None if nothing was."""
     from patchgen.runtime.verify.comparison import worst_of
     from patchgen.runtime.verify.reference_model import head_with_media
-    from patchgen.runtime.verify.report import training_record
     from patchgen.runtime.verify.verify_model import judge
 
     head = head_with_media(directory) if takes_media else upstream.open_release().auto_map(CAUSAL_MAP).get(model_type)
@@ -152,10 +151,19 @@ def _prove(model_type: str, directory: Path, *, takes_media: bool) -> tuple[Verd
         "inputs": _inputs(proof),
         "refused_inputs": proof.refused_inputs,
         "inputs_without_rule": _without_rule(model_type, directory, proof) if takes_media else [],
-        "training": training_record(proof.training) if proof.training is not None else None,
+        "training": _training(proof),
         "loss_difference": worst_of(case.loss for case in proof.cases).relative,
         "gradient_difference": worst_of(case.gradient for case in proof.cases).relative,
     }
+
+
+def _training(proof: Proof) -> TrainingRecord | None:
+    """The record of the training path, without what was observed and has no effect."""
+    from patchgen.runtime.verify.report import training_record
+
+    if proof.training is None:
+        return None
+    return training_record(replace(proof.training, facts=tuple(fact for fact in proof.training.facts if fact.effect)))
 
 
 def _without_rule(model_type: str, directory: Path, proof: Proof) -> list[str]:

@@ -62,7 +62,7 @@ def train(
                 is_rank = launch.is_rank(processes, nodes, rdzv_endpoint)
                 world = int(os.environ["WORLD_SIZE"]) if is_rank else processes * launch.parse_nodes(nodes)[0]
                 run_plan.require_valid(recipe, world)
-                recipe = preflight.decide_trainable(recipe)
+                recipe = preflight.decide_trainable(recipe, world)
                 print(run_plan.describe(recipe, checks.build_runnable(recipe, world), world))
                 print(f"\n{data_check.describe_first_samples(recipe)}")
                 if verbose:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from patchgen.runtime.verify import records
 from patchgen.runtime.verify.committed_models import CommittedModel
+from patchgen.runtime.verify.observe.facts import ALLOWS
 
 if TYPE_CHECKING:
     from patchgen.runtime.verify.record_types import (
         CaseRecord,
         DifferenceRecord,
+        FactRecord,
         LayoutRecord,
         ProofRecord,
         TrainingRecord,
@@ -59,6 +61,7 @@ def _in_one_process(proof: ProofRecord) -> list[Table]:
     tables = [_eager_form(proof)]
     if training := proof.get("training"):
         tables.append(_as_a_run_computes(training))
+        tables += _observed(training)
     seams = tuple(
         (s["seam"], s["implementation"], s["status"], str(s["calls"]), _difference([s["gradient"]]), s["reason"])
         for s in proof["seams"]
@@ -70,6 +73,8 @@ def _in_one_process(proof: ProofRecord) -> list[Table]:
         **proof.get("refused_inputs", {}),
         **proof.get("refused_variants", {}),
     }
+    if not_run := proof.get("not_run"):
+        left_out["lines that no proof ran"] = ", ".join(not_run)
     rows = (
         *((name, str(why)) for name, why in left_out.items()),
         *(("failed", str(failure)) for failure in proof["failures"]),
@@ -109,6 +114,20 @@ def _as_a_run_computes(training: TrainingRecord) -> Table:
     seams = ", ".join(f"{seam} {kernel}" for seam, kernel in training.get("seams", {}).items()) or "no seams"
     caption = f"As a run computes: {training.get('attention')}, {seams}"
     return Table("as a run computes", caption, ("check", "loss", "logits", "gradients"), checks)
+
+
+def _observed(training: TrainingRecord) -> list[Table]:
+    """What was observed in steps, and the layouts that it leaves."""
+    facts = training.get("observed", [])
+    rows = tuple(
+        (str(fact["line"] or ""), fact["code"], fact["what"], fact["effect"], _allows(fact)) for fact in facts
+    )
+    columns = ("line", "code", "observed", "effect", "allows")
+    return [Table("observed", "Observed in a step", columns, rows)] if rows else []
+
+
+def _allows(fact: FactRecord) -> str:
+    return ALLOWS.get(fact["kind"], "") if fact["effect"] else "all layouts"
 
 
 def _difference(parts: Sequence[DifferenceRecord]) -> str:

@@ -15,9 +15,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ from patchgen.runtime.verify import report, verdict
 from patchgen.runtime.verify.comparison import train_step
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model
+from patchgen.runtime.verify.observe.facts import Fact, from_records, reason_against
 from patchgen.runtime.verify.shrink import shrink, with_dropout
 from patchgen.runtime.verify.slices import refusal_on_ranks
 from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS, small_config
@@ -65,6 +67,7 @@ class Preflight:
         attention: the attention of each kind of layer.
         separates_documents: whether each packed document is computed in its own row.
         separate_pairs: modalities that must not share a row.
+        facts: what was observed in steps and has an effect, which some layouts do not bear.
     """
 
     status: str
@@ -72,6 +75,7 @@ class Preflight:
     attention: Names
     separates_documents: DocumentSeparation = False
     separate_pairs: tuple[modalities.Pair, ...] = ()
+    facts: tuple[Fact, ...] = ()
 
     @property
     def refusal(self) -> str:
@@ -79,15 +83,18 @@ class Preflight:
         return "" if self.status == verdict.PROVEN else verdict.Verdict(self.status, self.reason).words
 
 
-def decide_trainable(recipe: Recipe) -> Recipe:
+def decide_trainable(recipe: Recipe, world: int = 1) -> Recipe:
     """Refuses a model that cannot train; returns the recipe with its attention, document separation and modality
     separation decided.
 
+    Args:
+        world: the number of ranks, as far as it is known.
+
     Raises:
-        RecipeError: the model cannot train.
+        RecipeError: the model cannot train, or not on these ranks.
     """
     if (teacher := teacher_recipe(recipe)) is not None:
-        recipe = replace(recipe, teacher=decide_trainable(teacher).model)
+        recipe = replace(recipe, teacher=decide_trainable(teacher, world).model)
     data_check.require_data(recipe)
     if (recipe.train.batches_per_step > 1 or recipe.parallel.sp > 1) and (
         reason := loss.why_not_additive(_head_and_config(recipe)[0])
@@ -107,6 +114,10 @@ def decide_trainable(recipe: Recipe) -> Recipe:
         size = getattr(recipe.parallel, key)
         if size > 1 and (refusal := _refusal_on_ranks(recipe, decision.attention, shares_sequence=shares_sequence)):
             raise RecipeError(f"parallel.{key} = {size}: '{recipe.model.source}': {refusal}")
+    section = recipe.parallel
+    ranks = max(world, math.lcm(section.sp, section.ep) * section.dp_replicate)
+    if refusal := reason_against(decision.facts, ranks=ranks, sp=section.sp):
+        raise RecipeError(f"model.source = '{recipe.model.source}': {refusal}")
     if decision.separates_documents and recipe.model.separate_documents is False:
         raise RecipeError(
             f"model.separate_documents = false: in packed rows '{recipe.model.source}' would see other documents. Remove "
@@ -139,7 +150,8 @@ def examine(recipe: Recipe) -> Preflight:
     dtype = models.compute_dtype(recipe)
     path = _cache_folder() / f"{_cache_key(head, config, recipe.model.attention, named_seams, media, dtype)}.json"
     if path.is_file():
-        return Preflight(**json.loads(path.read_text(encoding="utf-8")))
+        cached = json.loads(path.read_text(encoding="utf-8"))
+        return Preflight(**cached | {"facts": from_records(cached["facts"])})
     decision, asked = _decide(head, config, recipe.model.attention, named_seams, media=media)
     if not decision.refusal:  # chosen again for the real head size, which the shrunk model does not have
         decision = replace(
@@ -195,7 +207,9 @@ def _decide(
         if type_verdict.status != verdict.PROVEN:
             return Preflight(type_verdict.status, type_verdict.reason, ""), ()
         if training is not None and not named_attention and not any(named_seams.values()) and _is_default(config):
-            return Preflight(type_verdict.status, "", "", training["separates_documents"]), report.read_kinds(training)
+            observed = _with_effect(from_records(training.get("observed", ())))
+            decision = Preflight(type_verdict.status, "", "", training["separates_documents"], facts=observed)
+            return decision, report.read_kinds(training)
     small = _shrunk_config(upstream_class or head, config)
     proof = prove_training_path(
         upstream_class,
@@ -207,9 +221,18 @@ def _decide(
         media=media,
     )
     status = verdict.PROVEN if not proof.reason else verdict.EAGER_ONLY if upstream_class else verdict.GENERATED
-    return Preflight(
-        status, verdict.one_line(proof.reason), proof.attention, proof.separates_documents
-    ), proof.attention_kinds
+    decision = Preflight(
+        status,
+        verdict.one_line(proof.reason),
+        proof.attention,
+        proof.separates_documents,
+        facts=_with_effect(proof.facts),
+    )
+    return decision, proof.attention_kinds
+
+
+def _with_effect(facts: Iterable[Fact]) -> tuple[Fact, ...]:
+    return tuple(fact for fact in facts if fact.effect)
 
 
 def with_modalities(decision: Preflight, head: type[PreTrainedModel], config: PreTrainedConfig) -> Preflight:

@@ -23,7 +23,7 @@ _IMMUTABLE = (type(None), bool, int, float, str, type)
 def state_kept(model: nn.Module) -> Iterator[None]:
     """After the block, the modules of the model and their configs have the buffers, attributes and hooks that they had before,
     and the parameters their values. Gradients stay; so do globals and attributes of classes."""
-    holders = [*model.modules(), *_configs(model)]
+    holders = [*model.modules(), *configs_of(model)]
     parameters = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     # One memo: attributes that share a tensor share its copy. What has a copy here is never copied.
     memo = {id(part): part for part in (*holders, *model.parameters())}
@@ -38,7 +38,7 @@ def state_kept(model: nn.Module) -> Iterator[None]:
             _restore(vars(holder), attributes)
 
 
-def _configs(model: nn.Module) -> list[PreTrainedConfig]:
+def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
     """The configs that modules hold, and those in them."""
     found: dict[int, PreTrainedConfig] = {}
     pending = [value for module in model.modules() for value in vars(module).values()]

@@ -14,6 +14,7 @@ The path of a training run, with its own attention, kernels and packed rows, is 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ from patchgen.runtime.verify.comparison import (
 from patchgen.runtime.verify.conditioning import beyond_rounding
 from patchgen.runtime.verify.inputs import Case
 from patchgen.runtime.verify.model_pair import ModelPair, build_pair, enable_checkpointing
+from patchgen.runtime.verify.observe import lines
 from patchgen.runtime.verify.round_trip import round_trip_problems
 from patchgen.runtime.verify.seam_proof import FAILED, SeamResult, all_eager, prove_seams
 
@@ -93,6 +95,10 @@ class Proof:
     """Config fields with a large value that no rule covers: they kept upstream's value."""
     training: TrainingPath | None = None
     """The comparison on the training path; None if there was none."""
+    executed_lines: set[int] = field(default_factory=set)
+    """Lines of the generated file that ran when it was built and in its cases."""
+    not_run: tuple[str, ...] = ()
+    """Lines in functions of the generated file that no part of the proof ran, as "12" or "15-18"."""
 
     @property
     def is_equal(self) -> bool:
@@ -136,7 +142,8 @@ def prove(
         round_trip: whether checkpoints are exchanged.
     """
     proof = Proof(type(config).model_type, upstream_class.__name__)
-    pair = build_pair(upstream_class, generated_class, config)
+    with lines.executed(inspect.getfile(generated_class)) as proof.executed_lines:
+        pair = build_pair(upstream_class, generated_class, config)
     proof.foreign_classes = pair.foreign_classes
     proof.failures += pair.problems
     if pair.problems:
@@ -148,8 +155,9 @@ def prove(
     for case in cases:
         upstream_step = functools.partial(_upstream_step, pair, case, training)
         expected = upstream_step(pair.upstream)
-        with all_eager():
+        with all_eager(), lines.executed(inspect.getfile(generated_class)) as run:
             actual = train_step(pair.generated, case, training=training)
+        proof.executed_lines |= run
         first = first or (case, expected)
         outputs, gradients = compare_outputs(actual, expected), compare_gradients(actual, expected)
         unequal = {name: deviation for name, deviation in outputs.items() if not deviation.is_equal}
@@ -174,12 +182,14 @@ def prove(
 
 
 def merge(proofs: Iterable[Proof]) -> Proof:
-    """One proof of a model from the proofs of its variants; all but cases, failures and refused inputs are those of the first."""
+    """One proof of a model from the proofs of its variants; all but cases, failures, refused inputs and executed lines are those of
+    the first."""
     first, *others = proofs
     for proof in others:
         first.cases += proof.cases
         first.failures += proof.failures
         first.refused_inputs |= proof.refused_inputs
+        first.executed_lines |= proof.executed_lines
     return first
 
 

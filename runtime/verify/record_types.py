@@ -161,6 +161,16 @@ class CheckRecord(TypedDict):
     gradient: str
 
 
+class FactRecord(TypedDict):
+    """What was observed in a step (`observe.facts.Fact`)."""
+
+    kind: str
+    line: int
+    code: str
+    what: str
+    effect: str
+
+
 class TrainingRecord(TypedDict):
     """The comparison on the training path (`training_path.TrainingPath`)."""
 
@@ -172,6 +182,8 @@ class TrainingRecord(TypedDict):
     checks: dict[str, CheckRecord]
     failures: list[str]
     left_out: dict[str, str]
+    observed: NotRequired[list[FactRecord]]
+    """What was observed in its steps; in a row only what has an effect."""
 
 
 class ProofFacts(TypedDict):
@@ -198,6 +210,8 @@ class ProofFacts(TypedDict):
     foreign_classes: list[str]
     failures: list[str]
     training: TrainingRecord | None
+    not_run: NotRequired[list[str]]
+    """Lines in functions of the generated file that no part of the proof ran, as "12" or "15-18"."""
 
 
 class ProofRecord(ProofFacts):

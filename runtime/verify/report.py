@@ -18,6 +18,7 @@ from patchgen.runtime.attention_kinds import Kind
 from patchgen.runtime.compatibility import digest
 from patchgen.runtime.verify import source_closure, verdict
 from patchgen.runtime.verify.comparison import Difference
+from patchgen.runtime.verify.observe import facts
 from patchgen.runtime.verify.proof import Proof
 from patchgen.runtime.verify.seam_proof import FAILED, PASSED
 from patchgen.runtime.verify.training_path import TrainingPath
@@ -72,6 +73,8 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
         console.print(f"FAILED {failure}", style="red", markup=False, highlight=False)
     if proof.training is not None:
         _print_training(proof.training, console)
+    if proof.not_run:
+        console.print(f"lines that no proof ran: {', '.join(proof.not_run)}", style="dim", highlight=False)
     result = verdict.of(proof)
     console.print(result.words, style="green" if result.status == verdict.PROVEN else "red", markup=False)
 
@@ -85,6 +88,10 @@ def _print_training(path: TrainingPath, console: Console) -> None:
     for check in path.checks:
         table.add_row(check.name, *map(_cell, (check.loss, check.logits, check.gradient)))
     console.print(table)
+    for fact in path.facts:
+        console.print(
+            f"observed: {fact.sentence}", style="yellow" if fact.effect else "dim", markup=False, highlight=False
+        )
     for name, reason in path.left_out.items():
         console.print(f"not compared: {name}: {reason}", style="yellow", markup=False, highlight=False)
     for failure in path.failures:
@@ -122,7 +129,7 @@ def _copied_files(directory: Path, model: str) -> dict[str, str]:
 def proof_record(proof: Proof) -> ProofFacts:
     """The content of `verify.json`, without what the proof depends on."""
     result = verdict.of(proof)
-    return {
+    record: ProofFacts = {
         "model": proof.model,
         "head": proof.head,
         "status": result.status,
@@ -165,6 +172,9 @@ def proof_record(proof: Proof) -> ProofFacts:
         "failures": proof.failures,
         "training": training_record(proof.training) if proof.training is not None else None,
     }
+    if proof.not_run:
+        record["not_run"] = list(proof.not_run)
+    return record
 
 
 def read_training(directory: Path, file: Path, head: str) -> TrainingRecord | None:
@@ -194,7 +204,7 @@ def read_kinds(training: TrainingRecord) -> tuple[Kind, ...]:
 
 def training_record(path: TrainingPath) -> TrainingRecord:
     """The record of the comparison of the training path."""
-    return {
+    record: TrainingRecord = {
         "attention": path.attention,
         "compared_with": path.compared_attention,
         "asked": [
@@ -214,6 +224,9 @@ def training_record(path: TrainingPath) -> TrainingRecord:
         "failures": list(path.failures),
         "left_out": dict(path.left_out),
     }
+    if path.facts:
+        record["observed"] = facts.to_records(path.facts)
+    return record
 
 
 def _difference_record(difference: Difference) -> DifferenceRecord:

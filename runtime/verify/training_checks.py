@@ -363,6 +363,17 @@ class Comparison:
                 total = total + share.detach()
         return Step({"loss": total, **(outputs or {})}, {name: p.grad for name, p in model.named_parameters()})
 
+    def forward(self, rows: Batch) -> Tensor:
+        """The loss of the generated model, as in a step of a trainer."""
+        num_items = torch.tensor(self.count_labels(rows))
+        with _selected(self.compared_seams), self._in_training_step(num_items, 1):
+            torch.manual_seed(SEED)
+            return self.generated(**rows, num_items_in_batch=num_items, use_cache=False).loss
+
+    def step(self, rows: Batch) -> Step:
+        """A step of the generated model on one micro-batch."""
+        return self._step([rows], self.count_labels(rows))
+
     @contextlib.contextmanager
     def _in_training_step(self, num_items: Tensor, micro_batches: int) -> Iterator[None]:
         """The context of a trainer's step; heads that take unpacked rows only are trained by other trainers, without it."""

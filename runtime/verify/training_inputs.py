@@ -111,7 +111,12 @@ class TokenSampler:
 
 def plain_rows(tokens: TokenSampler) -> Batch:
     """Two rows of one document each, `(2, S)`."""
-    ids = tokens.ids(2, sizes.SEQUENCE)
+    return rows_of(tokens, sizes.SEQUENCE)
+
+
+def rows_of(tokens: TokenSampler, length: int) -> Batch:
+    """Two rows of one document of `length` tokens each, `(2, length)`."""
+    ids = tokens.ids(2, length)
     return {"input_ids": ids, "labels": tokens.labels(ids)}
 
 

@@ -41,6 +41,8 @@ from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import head_kinds
 from patchgen.runtime.verify.comparison import nan_is_largest
 from patchgen.runtime.verify.model_pair import config_class_of
+from patchgen.runtime.verify.observe import observer
+from patchgen.runtime.verify.observe.facts import Fact
 from patchgen.runtime.verify.shrink import shrink, with_dropout
 from patchgen.runtime.verify.small_config import set_router_loss
 from patchgen.runtime.verify.training_checks import Check, Comparison
@@ -77,6 +79,10 @@ class TrainingPath:
     separates_documents: DocumentSeparation = False
     """Whether a run computes each packed document in a row of its own (`model_calls.separate_documents`), because the model
     has no other way to know where documents end."""
+    facts: tuple[Fact, ...] = ()
+    """What was observed in steps that passed every check."""
+    executed_lines: frozenset[int] = frozenset()
+    """Lines of the generated file that these steps ran."""
 
     @property
     def reason(self) -> str:
@@ -132,6 +138,8 @@ def prove_training_path(
     with single_rank() as state:
         comparison.state = state
         comparison = _run_checks(comparison)
+        facts, executed_lines = ((), frozenset()) if comparison.failures else observer.facts_of(comparison)
+    facts = observer.on_slices(comparison, facts)
     return replace(
         training_path,
         compared_attention=comparison.compared_attention,
@@ -139,6 +147,8 @@ def prove_training_path(
         failures=tuple(comparison.failures),
         left_out=comparison.left_out,
         separates_documents=comparison.separates_documents,
+        facts=facts,
+        executed_lines=executed_lines,
     )
 
 
@@ -229,6 +239,8 @@ def merge_paths(paths: Mapping[str, TrainingPath]) -> TrainingPath:
         left_out=left_out,
         attention_kinds=tuple(kinds),
         separates_documents=next(filter(None, (path.separates_documents for path in paths.values())), False),
+        facts=observer.merged([fact for path in paths.values() for fact in path.facts]),
+        executed_lines=frozenset().union(*(path.executed_lines for path in paths.values())),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,9 @@ from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.verify import head_kinds, verdict
 from patchgen.runtime.verify.comparison import train_step
 from patchgen.runtime.verify.inputs import Case, text_cases
-from patchgen.runtime.verify.model_pair import build_model
+from patchgen.runtime.verify.model_pair import build_model, config_class_of
 from patchgen.runtime.verify.multimodal_inputs import MediaCases, media_cases, takes_media, without_media
+from patchgen.runtime.verify.observe import lines
 from patchgen.runtime.verify.proof import Proof, merge, prove
 from patchgen.runtime.verify.reference_model import Subject, find_generated
 from patchgen.runtime.verify.small_config import (
@@ -67,10 +69,27 @@ def verify_model(
     head = _require_class(head or generated.heads[0], generated)
     upstream_class = getattr(generated.upstream(), head)
     generated_class = getattr(generated.load(), head)
-    config_class, kind = upstream_class.config_class, head_kinds.kind_of(head)
     selected = tuple(variants) if variants is not None else _variants(upstream_class)
     if not selected:
         raise ValueError("`variants` is empty, so nothing would be proven. To fix: leave it out for all variants.")
+    proof = _over_variants((upstream_class, generated_class), selected, implementations, training_path)
+    run = proof.executed_lines | (proof.training.executed_lines if proof.training is not None else frozenset())
+    proof.not_run = lines.not_executed(inspect.getfile(generated_class), run)
+    proof.model, proof.head = generated.name, head
+    proof.file_sha256 = digest(generated.file)
+    proof.upstream_version = generated.upstream_version
+    return proof
+
+
+def _over_variants(
+    pair: tuple[type[PreTrainedModel], type[PreTrainedModel]],
+    selected: Iterable[str],
+    implementations: Collection[str] | None,
+    training_path: bool,
+) -> Proof:
+    """One proof of the variants of a config, and of the training path if they are equal."""
+    upstream_class, generated_class = pair
+    config_class, kind = config_class_of(upstream_class), head_kinds.kind_of(upstream_class.__name__)
     proofs: list[Proof] = []
     covered_inputs: set[str] = set()
     training_configs: dict[str, PreTrainedConfig] = {}
@@ -84,7 +103,6 @@ def verify_model(
                 raise
             refused[variant] = error.reason
             continue
-        pair = upstream_class, generated_class
         proof = _proof_of(pair, small, variant, covered_inputs, is_first=not proofs, implementations=implementations)
         proofs.append(proof)
         if variant in VARIANTS_ON_TRAINING_PATH:
@@ -93,9 +111,6 @@ def verify_model(
     merged.refused_variants = refused
     merged.not_compared = merged.not_compared | _without_example(upstream_class, covered_inputs)
     merged.inputs = tuple(sorted(covered_inputs))
-    merged.model, merged.head = generated.name, head
-    merged.file_sha256 = digest(generated.file)
-    merged.upstream_version = generated.upstream_version
     if training_path and merged.is_equal:
         merged.training = _training_path(upstream_class, generated_class, training_configs)
     return merged

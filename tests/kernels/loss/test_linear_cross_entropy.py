@@ -366,7 +366,7 @@ def hooked() -> nn.Linear:
     [
         (lambda hidden: hidden, torch.float32, "found a function"),
         (ScaledHead(HIDDEN, VOCAB), torch.float32, "found a ScaledHead"),
-        (hooked(), torch.float32, "has hooks"),
+        (hooked(), torch.float32, "has a hook"),
         (nn.Linear(HIDDEN, VOCAB), torch.bfloat16, "weight is torch.float32 on cpu, the hidden states are torch.bf"),
         (nn.Linear(HIDDEN, VOCAB, dtype=torch.float16), torch.float16, "underflow"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 import socket
 import subprocess
 import sys
@@ -146,6 +147,24 @@ def test_attention_that_cannot_be_sliced_is_refused_before_any_rank(home, tmp_pa
     preflight.decide_trainable(from_dict(recipe))
     with pytest.raises(RecipeError, match=r"parallel\.sp = 2: 'bloom': BloomAttention uses its mask as a tensor"):
         preflight.decide_trainable(from_dict(recipe | {"parallel": {"sp": 2}}))
+
+
+def test_a_layout_that_an_observed_fact_rules_out_is_refused_before_any_rank(home, tmp_path, monkeypatch):
+    """Rows of a proof are too short for the choice, which slices and their sequences make differently."""
+    folder, committed = tmp_path / "generated" / "llama", registry.find_model("llama")
+    end = "        hidden_states = residual + hidden_states\n        return hidden_states\n"
+    choice = "        hidden_states = hidden_states * max(1.0, hidden_states.shape[1] / 8192)\n"
+    folder.mkdir(parents=True)
+    text = committed.file.read_text().replace(end, end.replace("        return", f"{choice}        return"))
+    (folder / committed.file.name).write_text(text)
+    shutil.copy(committed.directory / "provenance.json", folder)
+    monkeypatch.setattr(registry, "find_head", functools.partial(registry.find_head, directory=folder.parent))
+    recipe = recipe_of("llama", tmp_path / "run")
+    preflight.decide_trainable(from_dict(recipe), world=2)
+    sliced = from_dict(recipe | {"parallel": {"sp": 2}})
+    for _ in range(2):  # the second time from the cache
+        with pytest.raises(RecipeError, match=r"'llama': line \d+, `hidden_states = .*/ 8192\)`: .* trains with sp=1"):
+            preflight.decide_trainable(sliced, world=2)
 
 
 def test_a_decoder_with_tokens_of_its_own_is_refused_before_any_rank():

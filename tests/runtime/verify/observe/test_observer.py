@@ -1,0 +1,149 @@
+"""What steps of a generated file do is told with its line, and rules out layouts where ranks would compute something else."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from patchgen.runtime import attention, registry
+from patchgen.runtime.verify.observe import observer
+from patchgen.runtime.verify.observe.facts import LENGTH, STATE, VALUE, Fact, from_records, reason_against, to_records
+from patchgen.runtime.verify.small_config import small_config
+from patchgen.runtime.verify.training_checks import Comparison
+from patchgen.runtime.verify.training_path import prove_training_path, single_rank
+
+LAYER = "        hidden_states = residual + hidden_states\n        return hidden_states\n"
+MODEL = "        position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)\n"
+IMPORT = "import torch\nfrom patchgen.runtime import ops\nfrom torch import nn\n"
+AGAIN = "hidden_states = self.layers[0](hidden_states, position_embeddings=position_embeddings)"
+
+
+def planted(tmp_path: Path, code: str, *, in_model: bool = False, above: str = "") -> type[LlamaForCausalLM]:
+    """The committed llama with lines at the end of a layer, or below the rotary embedding of the model."""
+    place = MODEL if in_model else LAYER
+    lines = "".join(f"        {line}\n" for line in code.splitlines())
+    new = MODEL + lines if in_model else LAYER.replace("        return", f"{lines}        return")
+    committed = registry.find_model("llama")
+    text = committed.file.read_text()
+    assert text.count(place) == 1 and text.count(IMPORT) == 1
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / committed.file.name).write_text(text.replace(place, new).replace(IMPORT, f"{IMPORT}\n{above}\n"))
+    shutil.copy(committed.directory / "provenance.json", folder)
+    return registry.read_model(folder).load().LlamaForCausalLM
+
+
+def observed(head: type[LlamaForCausalLM]) -> list[Fact]:
+    attention.register()
+    config = small_config(LlamaForCausalLM.config_class).config
+    comparison = Comparison(head, head, config, media=False)
+    comparison.choose(config, {})
+    comparison.compared_attention = "patchgen_sdpa"
+    with single_rank() as comparison.state:
+        facts, _ = observer.facts_of(comparison)
+    return list(observer.on_slices(comparison, facts))
+
+
+def test_nothing_is_found_in_a_model_that_does_nothing_of_the_kind():
+    assert observed(registry.find_model("llama").load().LlamaForCausalLM) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "in_model", "above"),
+    [
+        ("hidden_states = hidden_states * max(1.0, hidden_states.shape[1] / 8192)", False, ""),
+        ("hidden_states = hidden_states * max(1, hidden_states.shape[1] // 8192)", False, ""),
+        ("hidden_states = hidden_states * max(1.0, math.log(hidden_states.size(1), 8192))", False, "import math"),
+        ("hidden_states = hidden_states * log(hidden_states.shape[1])", False, "from math import log"),
+        ("hidden_states = hidden_states * torch.tensor(hidden_states.shape[1] / 8192).clamp(min=1.0)", False, ""),
+        ("if hidden_states[0].shape[0] > 8192: hidden_states = hidden_states * 2", False, ""),
+        ("if hidden_states[..., 0].numel() > 8192: hidden_states = hidden_states * 2", False, ""),
+        ("hidden_states = hidden_states * (position_ids.max() / 8192).clamp(min=1.0)", True, ""),
+        ("hidden_states = hidden_states * (torch.amax(position_ids.float()) / 8192).clamp(min=1.0)", True, ""),
+    ],
+)
+def test_a_choice_by_the_length_is_told_and_leaves_whole_sequences(tmp_path, code, in_model, above):
+    (fact,) = observed(planted(tmp_path, code, in_model=in_model, above=above))
+    assert (fact.kind, fact.code) == (LENGTH, code) and fact.effect
+    assert f"line {fact.line}, `{code}`" in reason_against([fact], ranks=2, sp=2)
+    assert not reason_against([fact], ranks=2, sp=1)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if hidden_states.shape[1] > 1: hidden_states = hidden_states.clone()",
+        "if hidden_states.shape[1] == residual.shape[1]: hidden_states = hidden_states.clone()",
+        "hidden_states = hidden_states.view(-1, hidden_states.shape[1], hidden_states.shape[2])",
+        "hidden_states = hidden_states * max(1.0, hidden_states.shape[2] / 8192)",  # the hidden size
+    ],
+)
+def test_what_is_the_same_for_all_lengths_is_no_choice(tmp_path, code):
+    assert observed(planted(tmp_path, code)) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"if hidden_states.abs().max() > 1000: {AGAIN}",
+        f"if hidden_states.abs().max() > 1000:\n    {AGAIN}",
+        f"if hidden_states.abs().max().item() > 1000: {AGAIN}",
+        f"largest = float(hidden_states.abs().max())\nif largest > 1000: {AGAIN}",
+        f"for _ in range(int(hidden_states.abs().max() / 1000)): {AGAIN}",
+        f"for _ in (hidden_states > 1000).nonzero(): {AGAIN}",
+        f"while (hidden_states > 1000).any(): {AGAIN}",
+        f"calm = hidden_states.isfinite().all().tolist()\nif not calm: {AGAIN}",
+    ],
+)
+def test_modules_behind_a_value_that_small_data_never_reach_are_told_and_leave_one_rank(tmp_path, code):
+    (fact,) = observed(planted(tmp_path, code, in_model=True))
+    assert (fact.kind, fact.code) == (VALUE, code.splitlines()[0])
+    assert "layers.0" in fact.effect and "one rank, not on 2" in reason_against([fact], ranks=2, sp=1)
+    assert not reason_against([fact], ranks=1, sp=1)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if hidden_states.abs().max() > 1000: hidden_states = hidden_states.clamp(-1000, 1000)",
+        "if not hidden_states.isfinite().all(): raise ValueError('not finite')",
+        "rows = hidden_states[hidden_states[..., 0] > 0]",
+        "if hidden_states.abs().max() > 1000: hidden_states = self.mlp(hidden_states)",  # of a layer that is gathered whole
+    ],
+)
+def test_a_value_that_decides_no_module_is_told_and_leaves_all_layouts(tmp_path, code):
+    facts = observed(planted(tmp_path, code))
+    assert [(fact.kind, fact.code, fact.effect) for fact in facts] == [(VALUE, code, "")]
+    assert not reason_against(facts, ranks=8, sp=8)
+
+
+SEEN = "self.seen = getattr(self, 'seen', 0) + 1"
+LERP = "self.scale.lerp_(hidden_states.detach().mean(), 0.1)"
+HELD = "if not hasattr(self, 'scale'): self.register_buffer('scale', torch.ones(()))\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "above", "line", "is_read"),
+    [
+        (f"{SEEN}\nhidden_states = hidden_states * (1 + 0.01 * self.seen)", "", SEEN, True),
+        (f"{HELD}{LERP}\nhidden_states = hidden_states + self.scale", "", LERP, True),
+        ("HISTORY.append(hidden_states.detach().mean())", "HISTORY = []", "HISTORY.append(hidden_states.detach().mean())", True),
+        ("self.last = hidden_states.shape", "", "self.last = hidden_states.shape", False),
+    ],
+)  # fmt: skip
+def test_what_a_step_keeps_is_told_and_leaves_one_rank_if_the_next_step_reads_it(tmp_path, code, above, line, is_read):
+    facts = [fact for fact in observed(planted(tmp_path, code, above=above)) if fact.kind == STATE]
+    assert {fact.code for fact in facts} == {line}
+    assert bool(reason_against(facts, ranks=2, sp=1)) is is_read
+
+
+def test_facts_are_part_of_the_path_that_a_run_is_proven_on(tmp_path):
+    head = planted(tmp_path, "hidden_states = hidden_states * max(1.0, hidden_states.shape[1] / 8192)")
+    path = prove_training_path(LlamaForCausalLM, head, small_config(LlamaForCausalLM.config_class).config)
+    assert path.failures == ()  # rows are too short for it
+    (fact,) = path.facts
+    assert fact.kind == LENGTH and fact.line in path.executed_lines
+    assert from_records(to_records(path.facts)) == path.facts
