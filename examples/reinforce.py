@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/reinforce.py --model runs/qwen3_moe_toy/export --ep 2
 
-The engine that writes is plain transformers here. A running vLLM takes the stream in `reload_weights` (docs/tasks/weights_to_vllm.md).
+The engine that writes is plain transformers here. A running vLLM takes the stream in `reload_weights`: see the page
+docs/tasks/weights_to_vllm.md.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def linear_causal_lm_loss(
 
 def unsupported(head: Callable[[Tensor], Tensor], hidden_states: Tensor) -> str | None:
     """Why this implementation cannot compute the call, in one sentence; None if it can."""
-    if type(head) is not nn.Linear:
+    if not isinstance(head, nn.Linear) or type(head) is not nn.Linear:
         return (
             f"the head must be a plain nn.Linear, found a {type(head).__qualname__}, which may do more to the logits."
         )

@@ -75,7 +75,9 @@ class TemplateForms:
     def _probe_content(self, role: str) -> frozenset[Form]:
         for before, after in self._contexts(role):
             texts = {form: self._with_content(role, before, _in_form(RESULT, form), after) for form in FORMS}
-            taken: set[Form] = {form for form, text in texts.items() if RESULT in text and not _prints_part(text)}
+            taken: tuple[Form, ...] = tuple(
+                form for form in FORMS if RESULT in texts[form] and not _prints_part(texts[form])
+            )
             if taken:
                 return frozenset(taken)
         return frozenset()

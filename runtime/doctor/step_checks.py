@@ -189,7 +189,9 @@ def step_on_ranks(recipe: Recipe, ranks: int) -> StepFigures:
     """
     # This process keeps the store, at a port that the system chose: one that was looked up and closed may be taken a moment later.
     # The ranks connect to it as to that of torchrun's agent.
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented there
+        "localhost", 0, is_master=True, wait_for_workers=False
+    )
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", PARENT: str(os.getpid())}
     common = {"OMP_NUM_THREADS": "1", **os.environ, **address, **agent}

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -282,7 +283,7 @@ def _logits(model: nn.Module, batch: dict[str, Tensor], state: ParallelState, *,
     """The logits of this rank's slice, `(B, S / sp, V)`; a backward of random gradients as well, if it is asked for."""
     # On the full sequence this is what upstream computes: without position ids the model uses its own, not ours.
     is_upstreams = state.sp == 1 and "position_ids" not in batch
-    place = {"sp": state.sp, "sp_rank": state.sp_rank if state.sp > 1 else 0}
+    place: dict[str, Any] = {"sp": state.sp, "sp_rank": state.sp_rank if state.sp > 1 else 0}
     part = batch if is_upstreams else slice_batch(batch, **place)
     device = state.data_mesh.device_type
     inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in part.items()}

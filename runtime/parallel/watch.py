@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from patchgen.kernels.bypassed_modules import only_records
+
 EXIT_STATUS = 75
 # After a stop request: enough for the rest of a step, unless this run had longer gaps without progress.
 STOP_GRACE_SECONDS = 60.0
@@ -104,8 +106,8 @@ class Watch:
     def __enter__(self) -> Watch:
         for path, module in self.model.named_modules():
             label = path or type(self.model).__name__
-            self._handles.append(module.register_forward_pre_hook(_record(label)))
-            self._handles.append(module.register_forward_hook(_record_backward(f"{label} (backward)")))
+            self._handles.append(module.register_forward_pre_hook(only_records(_record(label))))
+            self._handles.append(module.register_forward_hook(only_records(_record_backward(f"{label} (backward)"))))
         _PROGRESS.changed_at = time.monotonic()
         self._thread.start()
         return self

@@ -15,6 +15,7 @@ from patchgen.kernels.bypassed_modules import addition
 from patchgen.kernels.elementwise.activations import recognise
 from patchgen.kernels.loss.linear_cross_entropy import unsupported
 from patchgen.runtime import registry, seams
+from patchgen.runtime.parallel.watch import Watch
 from patchgen.runtime.verify.comparison import compare_gradients, compare_outputs, train_step
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model
@@ -129,3 +130,15 @@ def test_a_plain_module_costs_no_break_of_a_compiled_graph():
 
     x = torch.randn(2, 4)
     assert torch.equal(torch.compile(call, backend="eager", fullgraph=True)(x), head(x))
+
+
+def test_hooks_that_only_record_are_no_addition():
+    """A run watches every module: its kernels are those of a model that nobody watches."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.SiLU())
+    head, activation = model
+    with Watch(model, timeout=60.0):
+        assert head._forward_pre_hooks and activation._forward_hooks
+        assert addition(head) is None and addition(activation) is None
+        assert recognise(activation, None, True, False) is not None
+        activation.register_forward_hook(lambda *_: None)
+        assert recognise(activation, None, True, False) is None

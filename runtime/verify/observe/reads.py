@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from patchgen.runtime.failures import reraise_machine_failure
-from patchgen.runtime.parallel import sharding
+from patchgen.runtime.parallel import fp32_parameters, sharding
 from patchgen.runtime.verify.observe import lines
 from patchgen.runtime.verify.observe.facts import VALUE, Fact
 from patchgen.runtime.verify.observe.places import Source, is_of_runtime
@@ -195,7 +195,7 @@ def gathered_units(model: nn.Module) -> list[nn.Module]:
     that a rank lacks are zeros (`parallel/unused.py`)."""
     experts = [model.get_submodule(path.rpartition(".")[0]) for path in sharding.expert_paths(model)]
     with warnings.catch_warnings(action="ignore"):
-        in_fp32 = sharding.kept_in_fp32(model, torch.bfloat16)
+        in_fp32, _ = fp32_parameters.find(model, torch.bfloat16)
     try:
         layers = sharding.find_layers(model, None)
     except ValueError:  # it has none, and the root gathers all
