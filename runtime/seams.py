@@ -41,6 +41,7 @@ class Seam:
         selected: the name of the selected one.
         why_unavailable: name -> returns why it cannot run on this machine, or None.
         prefers: name of an automatic one -> the implementations that it uses if they can run.
+        rounds: name of one that rounds more than its inputs' dtype, as to FP8 -> the one that computes the same without.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Seam:
     selected: str = EAGER
     why_unavailable: dict[str, Callable[[], str | None]] = field(default_factory=dict)
     prefers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    rounds: dict[str, str] = field(default_factory=dict)
 
 
 _SEAMS: dict[str, Seam] = {
@@ -72,18 +74,23 @@ def register(
     *,
     unavailable: Callable[[], str | None] | None = None,
     prefers: tuple[str, ...] = (),
+    rounds: str | None = None,
 ) -> Callable[[Callable], Callable]:
     """Decorator: registers a function as `implementation` of `seam`.
 
     Args:
         unavailable: returns in one sentence why it cannot run on this machine, or None.
         prefers: for an automatic one: the implementations it uses if they can run.
+        rounds: for one that rounds more than its inputs' dtype: the one that computes the same without. A proof in fp32 compares
+            that one: the kernel's own tests hold the other to its reference.
     """
 
     def decorate(function: Callable) -> Callable:
         entry = _seam(seam)
         entry.implementations[implementation] = function
         entry.prefers[implementation] = prefers
+        if rounds is not None:
+            entry.rounds[implementation] = rounds
         if unavailable is not None:
             entry.why_unavailable[implementation] = unavailable
         return function
@@ -112,6 +119,12 @@ def unavailable(seam: str, implementation: str) -> str | None:
     implementations(seam)
     reason = _seam(seam).why_unavailable.get(implementation)
     return reason() if reason is not None else None
+
+
+def without_rounding(seam: str, implementation: str | None) -> str | None:
+    """The implementation that a proof in fp32 compares in place of this one: itself, unless it rounds more than its inputs."""
+    implementations(seam)
+    return _seam(seam).rounds.get(implementation, implementation) if implementation is not None else None
 
 
 def passed_over(seam: str) -> dict[str, str]:

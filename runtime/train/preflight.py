@@ -145,7 +145,7 @@ def examine(recipe: Recipe) -> Preflight:
     """
     attention_choice.require_available(recipe.model.attention)
     head, config = _head_and_config(recipe)
-    named_seams = {name: getattr(recipe.kernels, name) for name in seams.names()}
+    named_seams = {name: seams.without_rounding(name, getattr(recipe.kernels, name)) for name in seams.names()}
     media = recipe.has_media
     dtype = models.compute_dtype(recipe)
     path = _cache_folder() / f"{_cache_key(head, config, recipe.model.attention, named_seams, media, dtype)}.json"
