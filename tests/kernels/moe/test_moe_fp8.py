@@ -105,7 +105,7 @@ def values_of_rows() -> Tensor:
     rows[1] = 0
     rows[1, 3] = -448
     rows[2] = rows[2].clamp(-1, 1)
-    rows[2, 0] = 448.5
+    rows[2, 0] = 450.0  # beyond the largest e4m3, and exact in bf16
     rows[3] *= 1e-25
     rows[4] *= 1e25
     return rows.to(DEVICE, DTYPE)
@@ -118,7 +118,7 @@ def test_tokens_are_quantised_once_and_written_to_each_of_their_rows():
     rows, scales = quantise_tokens(tokens, plan, 2)
     values, expected_scales = fp8_reference.quantise(tokens)
     assert torch.equal(scales, expected_scales)
-    assert scales.log2().frac().eq(0).all() and scales[0] == 2.0**-60 and scales[1] == 1 and scales[2] == 2
+    assert scales.frexp().mantissa.eq(0.5).all() and scales[0] == 2.0**-60 and scales[1] == 1 and scales[2] == 2
     padded = plan.padded_of_slot.view(8, 2)
     for token in range(8):
         for row in padded[token].tolist():
