@@ -140,7 +140,7 @@ def is_rank(processes: int = 1, nodes: str = "1", rdzv_endpoint: str = "") -> bo
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise RecipeError(
             f"RANK = {os.environ['RANK']} and WORLD_SIZE = {os.environ['WORLD_SIZE']} say that this process is one of several "
-            f"ranks, but {' and '.join(missing)}, where they meet, is not set. To fix: unset both and let --nproc start the ranks, "
+            f"ranks, but not where they meet ({' and '.join(missing)}). To fix: unset both and let --nproc start the ranks, "
             "or start them with torchrun."
         )
     return True

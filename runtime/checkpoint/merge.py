@@ -185,7 +185,8 @@ def _module_names(adapter: Path) -> list[str]:
     if wrong or not keys:
         raise CheckpointError(
             f"{adapter} holds {wrong[0] if wrong else 'nothing'}: only LoRA factors (lora_A, lora_B) can be merged "
-            "from files. To fix: load it with PEFT, and call merge_and_unload."
+            "from files. To fix: load it with PEFT, and call merge_and_unload; of an adapter with the embeddings or the head of a "
+            "grown vocabulary, after resize_token_embeddings of the base model, or set lora.merge: true in its run."
         )
     names = [key.removeprefix(PREFIX).rpartition(".lora_")[0].replace(".base_layer", "") for key in keys]
     return list(dict.fromkeys(names))

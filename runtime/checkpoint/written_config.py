@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -89,7 +90,7 @@ def set_dtype(fields: dict, dtype: torch.dtype, *, is_part: bool) -> None:
         dtype = dtype if recorded is None else torch.promote_types(recorded, dtype)
         places = [(fields, key) for key in DTYPE_FIELDS if fields.get(key)]
     else:
-        places = list(_dtype_places(fields)) or [(fields, key) for key in DTYPE_FIELDS]
+        places = list(_dtype_places(fields)) or [(fields, DTYPE_FIELDS[0])]
     if recorded == dtype:
         return
     for level, key in places:
@@ -121,7 +122,7 @@ def _as_json(config: PreTrainedConfig) -> dict:
 
 def _readable(config: PreTrainedConfig, fields: dict, change: Callable[[dict], None]) -> dict:
     """The changed fields, if transformers reads the config from them; without the old fields of rope, if it reads another one
-    from both forms; as transformers writes it, if neither works."""
+    from both forms; as transformers writes it, with a warning, if neither works."""
     now = _as_json(config)
     changed = copy.deepcopy(fields)
     change(changed)
@@ -129,7 +130,14 @@ def _readable(config: PreTrainedConfig, fields: dict, change: Callable[[dict], N
         read = _as_read(config, candidate)
         if not changed_fields(read, now) and not changed_fields(now, read):
             return candidate
-    return json.loads(config.to_json_string(use_diff=True))
+    warnings.warn(
+        f"transformers does not read the changed {type(config).__name__} from the fields of the original's config.json: the "
+        "export has those that transformers writes, without fields that only others read.",
+        stacklevel=3,
+    )
+    written = json.loads(config.to_json_string(use_diff=True))
+    _set_rope(written, now)
+    return written
 
 
 def _without_old_rope(fields: dict) -> dict:
@@ -138,13 +146,14 @@ def _without_old_rope(fields: dict) -> dict:
 
 
 def _apply(fields: dict, changes: Mapping, now: Mapping) -> None:
+    """Writes changed fields of a config. Those of a config inside it go where the source has them: in an entry of its name, or, in
+    the flat form of older releases, beside the fields of the outer one."""
     for key, value in changes.items():
         if key == ROPE:
             _set_rope(fields, now, changed=value)
-        elif (
-            isinstance(fields.get(key), dict) and isinstance(value, dict) and "model_type" in now[key]
-        ):  # a config inside
-            _apply(fields[key], value, now[key])
+        elif isinstance(value, dict) and isinstance(now[key], dict) and "model_type" in now[key]:
+            inner = fields.get(key, fields)
+            _apply(inner if isinstance(inner, dict) else fields, value, now[key])
         else:
             fields[key] = now[key]
 
@@ -171,6 +180,7 @@ def _set_rope(fields: dict, now: Mapping, changed: Mapping | None = None) -> Non
         return  # as the source has it
     scaling = {key: value for key, value in rope.items() if key not in _NOT_SCALING}
     if scaling.get("rope_type", "default") != "default" or len(scaling) > 1:
-        fields["rope_scaling"] = scaling
+        old_name = {"type": scaling["rope_type"]} if "type" in (fields.get("rope_scaling") or ()) else {}
+        fields["rope_scaling"] = old_name | scaling
     elif "rope_scaling" in fields:
         fields["rope_scaling"] = None

@@ -32,16 +32,16 @@ def resize(config: PreTrainedConfig, model: ModelConfig, section: ResizeVocabCon
         raise RecipeError(
             f"model.resize_vocab: {type(text).__name__} has no vocab_size that could grow. Remove model.resize_vocab."
         )
-    if section.to == "tokenizer":
-        wanted = max(current, num_ids(_read_tokenizer(model.source)))
+    rounded = lambda size: -(-size // section.multiple_of) * section.multiple_of  # noqa: E731
+    if section.to == "tokenizer":  # weights that are padded already stay as they are
+        text.vocab_size = max(current, rounded(num_ids(_read_tokenizer(model.source))))
     elif section.to < current:
         raise RecipeError(
             f"model.resize_vocab.to = {section.to} is less than the vocab_size {current} of model.source = '{model.source}': a "
             f"vocabulary is never shrunk. To fix: name {current} or more, or remove model.resize_vocab."
         )
     else:
-        wanted = section.to
-    text.vocab_size = -(-wanted // section.multiple_of) * section.multiple_of
+        text.vocab_size = rounded(section.to)
 
 
 def require_resized(model: PreTrainedModel) -> None:

@@ -198,3 +198,41 @@ def test_all_types_read_back_what_is_written(kind):
         assert not changed_fields(back.to_dict(), model.config.to_dict())
         flat = isinstance(fields.get("rope_parameters"), dict) and "rope_theta" in fields["rope_parameters"]
         assert not flat or fields["rope_theta"] == fields["rope_parameters"]["rope_theta"] == 4321.0
+
+
+FLAT = {
+    "model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"], "auto_map": {"AutoConfig": "mine.MyConfig"},
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 256, "eos_token_id": 2, "rope_theta": 1000000.0, "torch_dtype": "bfloat16",
+    "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+    "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("qwen2_vl", "Qwen2VLForConditionalGeneration"), ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration")],
+)
+@pytest.mark.parametrize("change", [{"vocab_size": 320}, {"eos_token_id": 5}, {"rope_theta": 20000.0}], ids=str)
+def test_a_change_of_a_flat_config_goes_where_its_fields_are(kind, name, change):
+    """Configs of transformers 4 have the language model's fields beside `vision_config`: all others stay as they are."""
+    import transformers
+
+    fields = FLAT | {"model_type": kind, "architectures": [name]}
+    source = json.dumps(fields, indent=4)
+    config = transformers.AutoConfig.for_model(kind).from_dict(json.loads(source))
+    with torch.device("meta"):
+        model = getattr(transformers, name)._from_config(config, dtype=torch.bfloat16)
+    assert config_text(model, source, torch.bfloat16) == source
+    for key, value in change.items():
+        if key == "rope_theta":
+            model.config.text_config.rope_parameters["rope_theta"] = value
+        else:
+            setattr(model.config.text_config, key, value)
+    written = json.loads(config_text(model, source, torch.bfloat16))
+    assert {key: written[key] for key in change} == change
+    assert {key: written.get(key) for key in fields if key not in (*change, "rope_scaling")} == {
+        key: value for key, value in fields.items() if key not in (*change, "rope_scaling")
+    }
+    assert written["rope_scaling"]["mrope_section"] == [1, 1, 2] and written["rope_scaling"]["type"]
+    assert type(config).from_dict(written).to_dict()["text_config"] == model.config.to_dict()["text_config"]

@@ -67,8 +67,9 @@ def test_the_size_is_that_of_the_tokenizer_or_the_given_one_rounded_up(section, 
 def test_a_vocabulary_is_never_cut_and_one_that_is_large_enough_stays(folder, tmp_path):
     with pytest.raises(RecipeError, match=r"resize_vocab\.to = 119 is less than the vocab_size 120.*never shrunk"):
         model.read_config(recipe_of(folder, {"to": 119}).model)
-    padded = recipe_of(folder, {}, model={"overrides": {"vocab_size": 140}})
-    assert model.read_config(padded.model).vocab_size == 140
+    for section in ({}, {"multiple_of": 64}):
+        padded = recipe_of(folder, section, model={"overrides": {"vocab_size": 140}})
+        assert model.read_config(padded.model).vocab_size == 140, "more rows than tokens stay as they are"
     with pytest.raises(RecipeError, match="'qwen3_moe' is a model type.*set vocab_size in model.overrides"):
         model.read_config(from_dict({"model": {"source": "qwen3_moe", "resize_vocab": {}}, "data": {}}).model)
 
