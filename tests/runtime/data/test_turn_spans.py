@@ -200,6 +200,28 @@ def test_a_turn_without_an_end_token_ends_with_the_next_marker(thought):
     assert found == f"\n<think></think>\nThere.<|user|>·\n<think>{(thought and 'R') or ''}</think>\nYes."
 
 
+# As the templates of Qwen1.5, Yi and OpenHermes: the last message has no end token.
+ENDS_EARLIER_TURNS = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
+    "{% if (loop.last and add_generation_prompt) or not loop.last %}{{ '<|im_end|>' + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1]['role'] != 'assistant' %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_a_template_that_ends_all_turns_but_the_last():
+    """The start of the next turn was learned, and nobody was told that the last turn has no end."""
+    messages = [user(), assistant("There."), user("Oh?"), assistant("Yes.")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert learned_text(ENDS_EARLIER_TURNS, messages[:3]) == "There.<|im_end|>"
+    for shown, expected in ((messages, "There.<|im_end|>·Yes."), (messages[:2], "There.")):
+        with pytest.warns(UserWarning, match="but not of a conversation's last one"):
+            assert learned_text(ENDS_EARLIER_TURNS, shown) == expected
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert learned_text(CHATML, messages) == "There.<|im_end|>·Yes.<|im_end|>"
+
+
 def test_calls_without_an_end_token_end_with_the_marker_of_their_result():
     messages = [user(), calls(call(place="x"), content=""), result("R"), assistant("Yes.")]
     found = learned_text(ALL["glm4moe"], messages, tools=TOOLS)
