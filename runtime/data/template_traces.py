@@ -35,8 +35,8 @@ DROPPED_TOOLS = (
     "in a system message, or take a template with tools."
 )
 DROPPED_REASONING = (
-    "The chat template does not write the reasoning of assistant turns, not even of the last one: it is not learned. To fix: take a "
-    "template that writes it, or none of the keys reasoning_content, reasoning and thinking if that is meant."
+    "The chat template does not write the reasoning of assistant turns, not even of the last one: it is not learned. To fix: take "
+    "a template that writes it, or none of the keys reasoning_content, reasoning and thinking if that is meant."
 )
 
 

@@ -37,9 +37,9 @@ from patchgen.runtime.data.rendering import REFUSALS, Renderer, Segment
 PROBE = "Qzwordzq"
 """An answer that is in no template."""
 LAST_TURN_WITHOUT_END = (
-    "The chat template writes a token at the end of assistant turns, but not of a conversation's last one, which then does not teach "
-    "where to stop; conversations of one turn never do. To fix: take a template that ends every turn (in this one, write the token "
-    "after the last message as well)."
+    "The chat template writes a token at the end of assistant turns, but not of a conversation's last one, which then does not "
+    "teach where to stop; conversations of one turn never do. To fix: take a template that ends every turn (in this one, write the "
+    "token after the last message as well)."
 )
 
 
@@ -49,7 +49,7 @@ class Conversation:
 
     Attributes:
         segments: the parts of the text by the message they are written for; none: unknown.
-        sources: `(len(text),)` the message that each character comes from (`provenance.py`); None: unknown.
+        sources: `(len(text),)` the message that each character comes from (`provenance.py`); None: unknown, `why_unknown`.
         added_tokens: of the tokenizer; one of these may end a turn.
     """
 
@@ -59,6 +59,7 @@ class Conversation:
     segments: list[Segment]
     sources: np.ndarray | None
     added_tokens: tuple[str, ...]
+    why_unknown: str = ""
 
     @functools.cached_property
     def words(self) -> re.Pattern[str]:
@@ -86,10 +87,9 @@ def read_conversation(render: Renderer, messages: list[dict[str, Any]], literals
     """
     text = render(messages)
     followed_text, segments = render.with_segments(messages)
-    sources = sources_of_characters(render, messages, text, literals.pattern)
-    return Conversation(
-        render, messages, text, segments if followed_text == text else [], sources, literals.added_tokens
-    )
+    sources, why_unknown = sources_of_characters(render, messages, text, literals.pattern)
+    segments = segments if followed_text == text else []
+    return Conversation(render, messages, text, segments, sources, literals.added_tokens, why_unknown)
 
 
 def spans_of_turns(where: str, conversation: Conversation, wanted: Sequence[int]) -> dict[int, list[Span]]:
@@ -102,8 +102,8 @@ def spans_of_turns(where: str, conversation: Conversation, wanted: Sequence[int]
     if conversation.sources is None and wanted:
         raise BadSample(
             where,
-            "what the chat template writes cannot be traced to the messages: it changes their letters, or compares their texts "
-            "with each other (a template that marks the assistant's turns by {% generation %} needs no such trace)",
+            f"what the chat template writes cannot be traced to the messages: {conversation.why_unknown} (a template that marks "
+            "the assistant's turns by {% generation %} needs no such trace)",
         )
     for index in wanted:
         reasons = []

@@ -168,6 +168,14 @@ def test_a_template_that_changes_letters_makes_bad_samples_unless_it_marks_turns
     assert learned_text(marked, [user("Where?"), assistant("There.")]) == "THERE."
 
 
+def test_a_conversation_of_too_many_letters_is_refused_for_that(monkeypatch):
+    """It was said that the template changes letters."""
+    messages = [user("Where is it?"), assistant("There.")]
+    monkeypatch.setattr("patchgen.runtime.data.provenance.OTHER_LETTERS", (range(0x20000, 0x20006),))
+    with pytest.raises(BadSample, match="cannot be traced to the messages: they have more different characters"):
+        learned_text(CHATML, messages)
+
+
 def test_marks_with_text_of_a_user_make_a_bad_sample():
     template = "{%- for message in messages -%}{% generation %}{{ message.content }}{% endgeneration %}{%- endfor -%}"
     with pytest.raises(BadSample, match=r"the chat template marks text of message 0 \(user\) as the assistant's"):
