@@ -298,7 +298,8 @@ def _reasons(found: Sequence[Cell], outcome: str) -> str:
     conversations: dict[tuple[str, str], list[str]] = {}
     for each in found:
         if each.outcome == outcome:
-            conversations.setdefault((each.template, each.detail), []).append(each.conversation)
+            reason = re.sub(r"message \d+ of '(\w+)'.*", r"a message of '\1'", each.detail)
+            conversations.setdefault((each.template, reason), []).append(each.conversation)
     lines = [
         f"- {name} ({', '.join(dict.fromkeys(shown))}): {reason}" for (name, reason), shown in conversations.items()
     ]
