@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import trl
 from chat_template_cases import CONVERSATIONS, TOKEN, TOOLS, WITH_TOOLS, Message, tokenizer_of
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -28,13 +27,16 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from patchgen.runtime.data.chat import make_renderer, render_with_spans
 from patchgen.runtime.data.literals import Literals
 from patchgen.runtime.data.problems import BadSample
+from patchgen.runtime.data.rendering import REFUSALS
+from patchgen.runtime.data.template_inputs import REASONING
+from patchgen.runtime.data.template_traces import DROPS
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 PAGE = Path(__file__).parents[1] / "docs" / "chat_templates.md"
-REFUSALS = (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError)
 GENERATION = re.compile(r"(\{%-?\s*)(end)?generation(\s*-?%\})")
 WORDS = re.compile(f"({TOKEN.pattern}|\\n)")
 FORMS = ("as it is", "twin without marks")
+OUTCOMES = ("equal", "wrong", "refused", "dropped", "not taken")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Cell:
     """A conversation under a template.
 
     Attributes:
-        outcome: "equal", "wrong", "refused" (by us) or "not taken" (by the template).
+        outcome: "equal", "wrong", "refused" (by us), "dropped" (refused by us because the template does not write all of it) or
+            "not taken" (by the template).
         detail: where it is wrong, or why it was refused.
         shared: the share of the text that template and twin both write; what is compared.
     """
@@ -125,6 +128,30 @@ def _writes_contents(text: str, messages: list[Message]) -> bool:
     return all(each.strip() in text for each in texts) and "'type': 'text'" not in text
 
 
+def writes_all(text: str, messages: list[Message]) -> bool:
+    """Whether a text has the contents of all messages, the reasoning of those with nothing else, and all names of calls and texts
+    of their arguments: told apart from how `require_traces` finds it."""
+    texts: list[str] = []
+    for message in messages:
+        content = message.get("content")
+        texts += [part["text"] for part in content] if isinstance(content, list) else [content or ""]
+        calls = message.get("tool_calls") or ()
+        if not content and not calls:
+            texts += [message[key] for key in REASONING if message.get(key)]
+        for each in calls:
+            texts += [each["function"]["name"], *_leaves(each["function"]["arguments"])]
+    return all(part.strip() in text for part in texts)
+
+
+def _leaves(value: Any) -> list[str]:
+    """All texts in the arguments of a call, which may be JSON."""
+    if isinstance(value, str) and value.startswith("{"):
+        value = json.loads(value)
+    if isinstance(value, dict | list):
+        return [leaf for part in (value.values() if isinstance(value, dict) else value) for leaf in _leaves(part)]
+    return [value] if isinstance(value, str) else []
+
+
 def expected_characters(template: str, messages: list[Message], tools: Any, added: tuple[str, ...]) -> set[int]:
     """The characters that the marks of a template have, without white space after the last token of a mark, and without the
     generation prompt where marks begin in it: both are never generated."""
@@ -187,11 +214,12 @@ def cell(name: str, form: str, pair: tuple[str, str], conversation: str) -> Cell
     literals = Literals(tokenizer)
     try:
         _, shown = make_renderer(messages, tools, template=template, literals=literals, where="")
+        text = rendered(template, shown, tools)
         found_text, spans = render_with_spans("cell", messages, tools, template=template, literals=literals)
     except BadSample as error:
-        outcome = "not taken" if error.reason.startswith("the chat template drops") else "refused"
-        return Cell(name, form, conversation, outcome, error.reason)
-    text, twins_text = rendered(template, shown, tools), rendered(twin, shown, tools)
+        is_dropped = error.reason.startswith(DROPS) and not writes_all(text, messages)
+        return Cell(name, form, conversation, "dropped" if is_dropped else "refused", error.reason)
+    twins_text = rendered(twin, shown, tools)
     expected = expected_characters(twin, shown, tools, literals.added_tokens)
     shared = aligned(text, twins_text)
     if literals.unmark("cell", found_text).text != text and literals.pattern.search(str(messages)) is None:
@@ -238,17 +266,15 @@ def cells(names: Sequence[str] | None = None) -> Iterator[Cell]:
 def page(found: Sequence[Cell]) -> str:
     """The page of the results."""
     counts = Counter(each.outcome for each in found)
-    compared = len(found) - counts["not taken"]
+    compared = len(found) - counts["not taken"] - counts["dropped"]
     rows = []
     for name in dict.fromkeys(each.template for each in found):
         own = [each for each in found if each.template == name]
         of = Counter(each.outcome for each in own)
         otherwise = sum(each.shared < 1 for each in own)
         rows.append(
-            f"| {name} | {of['equal']} | {of['wrong']} | {of['refused']} | {of['not taken']} | {otherwise or ''} |"
+            "| " + " | ".join([name, *(str(of[outcome]) for outcome in OUTCOMES), str(otherwise or "")]) + " |"
         )
-    refused = Counter((each.template, each.conversation, each.detail) for each in found if each.outcome == "refused")
-    reasons = [f"- {name}, {conversation}: {reason}" for name, conversation, reason in refused]
     return PAGE_TEXT.format(
         num_templates=len(rows),
         num_conversations=len(CONVERSATIONS),
@@ -257,12 +283,27 @@ def page(found: Sequence[Cell]) -> str:
         wrong=counts["wrong"],
         refused=counts["refused"],
         share=counts["refused"] / compared,
+        dropped=counts["dropped"],
         not_taken=counts["not taken"],
         trl=trl.__version__,
         rows="\n".join(rows),
-        reasons="\n".join(["", *reasons]) if reasons else " None.",
+        reasons=_reasons(found, "refused"),
+        dropped_reasons=_reasons(found, "dropped"),
         conversations=", ".join(CONVERSATIONS),
     )
+
+
+def _reasons(found: Sequence[Cell], outcome: str) -> str:
+    """A list of the reasons for an outcome, each with its template and its conversations."""
+    conversations: dict[tuple[str, str], list[str]] = {}
+    for each in found:
+        if each.outcome == outcome:
+            reason = re.sub(r"message \d+ of '(\w+)'.*", r"a message of '\1'", each.detail)
+            conversations.setdefault((each.template, reason), []).append(each.conversation)
+    lines = [
+        f"- {name} ({', '.join(dict.fromkeys(shown))}): {reason}" for (name, reason), shown in conversations.items()
+    ]
+    return "\n".join(["", "", *lines]) if lines else " none."
 
 
 PAGE_TEXT = """# What is learned under chat templates, against TRL's training templates
@@ -279,14 +320,20 @@ twin without its marks. A cell is equal if the learned characters are those that
   share at the beginning and at the end are compared; the twin without marks is compared in full.
 - A conversation that the template or its twin refuses to write, in all forms (text or parts, arguments as a mapping or as JSON), or
   writes without the user's text, is not taken and not counted.
+- A conversation that is refused here because the template does not write all of it (it would train as if the rest were not there)
+  is dropped by the template; the script looks for all contents, calls and arguments in the text itself. Refused are those that
+  the template does write.
 
-**{compared} cells: {equal} equal, {wrong} wrong, {refused} refused ({share:.1%}); {not_taken} not taken.**
+**{compared} cells: {equal} equal, {wrong} wrong, {refused} refused ({share:.1%}). Besides these {dropped} dropped by the template,
+{not_taken} not taken.**
 
-| template | equal | wrong | refused | not taken | of them with another text than the twin's |
-| --- | --- | --- | --- | --- | --- |
+| template | equal | wrong | refused | dropped by the template | not taken | of them with another text than the twin's |
+| --- | --- | --- | --- | --- | --- | --- |
 {rows}
 
-Refused, with the reason:{reasons}
+Refused although the template writes them:{reasons}
+
+Dropped by the template:{dropped_reasons}
 
 The conversations: {conversations}.
 """

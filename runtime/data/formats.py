@@ -3,7 +3,7 @@
     text                {"text": "Once upon a time"}
     prompt_completion   {"prompt": "2 + 2 =", "completion": " 4"}                            texts or lists of messages
     messages            {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
-    sharegpt            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+    sharegpt            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}         or messages
     alpaca              {"instruction": "Add.", "input": "2 2", "output": "4"}               and system, history
     preference          {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}           texts, messages, one turn each
     tags                {"tokens": ["Ada", "wrote"], "tags": [1, 0]}                         a class per word
@@ -61,7 +61,7 @@ FORMATS = {
     "text": RowFormat({"text": (TEXT,)}),
     "prompt_completion": RowFormat({"prompt": (TEXT, MESSAGES), "completion": (TEXT, MESSAGES)}, {"tools": ()}),
     "messages": RowFormat({"messages": (MESSAGES,)}, {"system": (TEXT,), "tools": ()}),
-    "sharegpt": RowFormat({"conversations": (TURNS,)}, {"system": (TEXT,), "tools": ()}),
+    "sharegpt": RowFormat({"conversations": (TURNS, MESSAGES)}, {"system": (TEXT,), "tools": ()}),
     "alpaca": RowFormat(
         {"instruction": (TEXT,), "output": (TEXT,)},
         {"input": (TEXT,), "system": (TEXT,), "history": (f"list of list of {TEXT}",)},
@@ -70,7 +70,7 @@ FORMATS = {
         {"chosen": (TEXT, MESSAGES, TURNS, TURN), "rejected": (TEXT, MESSAGES, TURNS, TURN)},
         {
             "prompt": (TEXT, MESSAGES),
-            "conversations": (TURNS,),
+            "conversations": (TURNS, MESSAGES),
             "instruction": (TEXT,),
             "input": (TEXT,),
             "system": (TEXT,),
@@ -289,8 +289,7 @@ def _from_messages(where: str, row: Row) -> dict[str, Any]:
 
 
 def _from_sharegpt(where: str, row: Row) -> dict[str, Any]:
-    messages = [_from_turn(where, turn) for turn in row["conversations"]]
-    return {**row, "messages": _with_system(where, row.get("system"), messages)}
+    return {**row, "messages": _with_system(where, row.get("system"), _from_turns(where, row["conversations"]))}
 
 
 def _from_alpaca(where: str, row: Row) -> dict[str, Any]:
@@ -321,7 +320,7 @@ def _from_preference(where: str, row: Row) -> dict[str, Any]:
     if not present:
         prompt = []
     elif present == ["conversations"]:
-        prompt = [_from_turn(where, turn) for turn in row["conversations"]]
+        prompt = _from_turns(where, row["conversations"])
     else:
         prompt = _as_messages("user", _instruction(row) if present == ["instruction"] else row["prompt"])
     prompt = _with_system(where, row.get("system"), prompt)
@@ -359,6 +358,11 @@ def _with_system(where: str, system: Any, messages: list[Any]) -> list[Any]:
     return [_message("system", system), *messages]
 
 
+def _from_turns(where: str, turns: Any) -> list[Any]:
+    """The messages of a column `conversations`: of ShareGPT's turns, or messages already."""
+    return list(turns) if type_of(turns) == MESSAGES else [_from_turn(where, turn) for turn in turns]
+
+
 def _from_turn(where: str, turn: Any) -> dict[str, Any]:
     """The message of a ShareGPT turn, with its other keys (`train`, `weight`)."""
     who = turn.get("from") if isinstance(turn, Mapping) else turn
@@ -392,7 +396,7 @@ def _json(where: str, what: str, text: Any) -> Any:
 
 def _answer(where: str, value: Any) -> list[Any]:
     if type_of(value) in (TURN, TURNS):
-        return [_from_turn(where, turn) for turn in ([value] if isinstance(value, Mapping) else value)]
+        return _from_turns(where, [value] if isinstance(value, Mapping) else value)
     return _as_messages("assistant", value)
 
 

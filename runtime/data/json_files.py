@@ -1,4 +1,4 @@
-"""Samples from JSON files: lines with an object each, an array of objects, or an object with such an array in `data`.
+"""Samples from JSON files: lines with an object each, an array of objects, or an object with an array of objects in `data`.
 
     {"text": "a"}            [{"text": "a"},          {"version": 1,
     {"text": "b"}             {"text": "b"}]           "data": [{"text": "a"}, {"text": "b"}]}
@@ -128,7 +128,7 @@ def _array_of(file: Path) -> list[Any] | None:
             f"{place}: not a valid JSON array: {error}. To fix: repair the file, or write lines."
         ) from error
     rows = document.get(DATA) if isinstance(document, dict) else document
-    if isinstance(rows, list):
+    if isinstance(rows, list) and (is_array or _holds_rows(document)):
         return rows
     raise DataError(
         f"{file} holds one JSON object over several lines, with {', '.join(document)}; expected a list of objects, an object with "
@@ -138,7 +138,13 @@ def _array_of(file: Path) -> list[Any] | None:
 
 def _is_sample(first: Any) -> bool:
     """Whether the value of a first line is a sample, not an object with rows, and not a part of one."""
-    return isinstance(first, dict) and not isinstance(first.get(DATA), list)
+    return isinstance(first, dict) and not _holds_rows(first)
+
+
+def _holds_rows(document: dict[str, Any]) -> bool:
+    """Whether `data` of an object are rows: a list with objects. Lists of anything else are a field of a sample."""
+    rows = document.get(DATA)
+    return isinstance(rows, list) and (not rows or any(isinstance(row, dict) for row in rows))
 
 
 def _value_of(line: bytes) -> Any:

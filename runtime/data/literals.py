@@ -1,7 +1,8 @@
 """Keeps special tokens that occur in the data's own texts as plain text.
 
 A template writes `<|im_end|>` to end a turn; a question about `<|im_end|>` has the same characters. So special tokens in
-the data are marked before the template is rendered, and marked ones are encoded as the tokens of their characters:
+the data are marked, and marked ones are encoded as the tokens of their characters. Of plain texts they are marked in the data; of
+conversations in what the template writes, where it is known which characters come from messages (`provenance.py`):
 
     in the data           what does <|im_end|> mean?
     marked, rendered      <|user|>what does START<|im_end|>END mean?<|im_end|>

@@ -31,14 +31,19 @@ NAMES = frozenset(
     ("role", "name", "id", "tool_call_id", "type", "image", "image_url", "video", "audio", "path", "url")
 )
 """Fields of messages that are not texts: templates compare them, and write names outside of the message as well."""
+CHANGED = "it changes their letters, or compares their texts with each other"
+EXHAUSTED = (
+    "they have more different characters, counted in each message, than there are letters to write them in (about 115,000); use "
+    "shorter conversations"
+)
 TOOLS = -2
 """The source of a character of the tools' schemas."""
 
 
 def sources_of_characters(
     render: Renderer, messages: Sequence[dict[str, Any]], text: str, marked_tools: re.Pattern[str]
-) -> np.ndarray | None:
-    """`(len(text),)` int64: the message that each character comes from, `TEMPLATE` or `TOOLS`; None: unknown.
+) -> tuple[np.ndarray | None, str]:
+    """`(len(text),)` int64: the message that each character comes from, `TEMPLATE` or `TOOLS`; None: unknown, with the reason.
 
     A kept character between two of one message is taken for the template's.
 
@@ -57,12 +62,12 @@ def sources_of_characters(
         tools = render.options.get("tools")
         other_tools = letters.write_matches(tools, marked_tools) if tools else tools
         if letters.exhausted:
-            return None
+            return None, EXHAUSTED
         rendered = Renderer({**render.options, "tools": other_tools}).or_none(written)
         sources = None if rendered is None else letters.sources(rendered, text)
         if sources is not None:
-            return sources
-    return None
+            return sources, ""
+    return None, CHANGED
 
 
 def _kept(texts: Sequence[str]) -> re.Pattern[str]:

@@ -29,6 +29,8 @@ WORD, NAME, KEY, RESULT, RESULT_KEY = "qzwordzq", "qznamezq", "qzkeyzq", "qzresu
 """Of the probes: in no template."""
 UNKNOWN_ROLE = "qzrolezq"
 CALL_ID = "call00001"  # Mistral's templates demand nine letters or digits
+NAMED_ID = f"functions.{NAME}:0"
+"""An id with the name of the function: Kimi's templates write it in the name's place."""
 FORMS: tuple[Form, ...] = ("text", "parts")
 ARGUMENTS = {"mapping": {KEY: WORD}, "text": json.dumps({KEY: WORD})}
 EMPTY_CONTENTS: tuple[Message, ...] = ({}, {"content": ""}, {"content": None})
@@ -149,10 +151,14 @@ class TemplateForms:
                 yield {"role": "assistant", **content, "tool_calls": [_call(arguments)["function"]]}
 
     def _reads_call(self, message: Message) -> bool:
-        result = {"role": "tool", "tool_call_id": CALL_ID, "name": NAME, "content": self._in_taken_form("tool", "r")}
-        messages = [self._message("user"), {"role": "assistant", **message}]
-        texts = (self.render(shown) for shown in (messages, [*messages, result, self._message("assistant")]))
-        return any(NAME in text and _is_read(text) for text in texts)
+        result = {"role": "tool", "name": NAME, "content": self._in_taken_form("tool", "r")}
+        for call_id in (CALL_ID, NAMED_ID):
+            calls = [{**call, "id": call_id} if "id" in call else call for call in message["tool_calls"]]
+            messages = [self._message("user"), {"role": "assistant", **message, "tool_calls": calls}]
+            answered = [*messages, {**result, "tool_call_id": call_id}, self._message("assistant")]
+            if any(NAME in text and _is_read(text) for text in map(self.render, (messages, answered))):
+                return True
+        return False
 
     def _reads_in_any_content(self, call: Any) -> bool:
         return any(self._reads_call({**content, "tool_calls": [call]}) for content in EMPTY_CONTENTS)
@@ -194,6 +200,14 @@ class TemplateForms:
         call = self._usual_call() if self.wrapped_calls else self._usual_call()["function"]
         read = (content for content in EMPTY_CONTENTS if self._reads_call({**content, "tool_calls": [call]}))
         return next(read, {})
+
+    @functools.cached_property
+    def empty_content_of_reasoning(self) -> Message:
+        """What stands for no content beside reasoning without calls: nothing, unless the template needs a `content`."""
+        question, thought = self._message("user"), {"role": "assistant", "reasoning_content": WORD}
+        texts = [(content, self.render([question, {**thought, **content}])) for content in EMPTY_CONTENTS]
+        written = [content for content, text in texts if WORD in text and "none" not in text.partition(WORD)[2]]
+        return next(iter(written), {"content": self._in_taken_form("assistant", "")})
 
     @functools.cached_property
     def old_calls(self) -> bool:

@@ -5,7 +5,8 @@
     {"function": {"arguments": '{"a": 1}', ...}}        {"function": {"arguments": {"a": 1}, ...}}
     {"function_call": {...}}, {"role": "function"}      {"tool_calls": [...]}, {"role": "tool"}
 
-A form that the template takes stays; only calls always have the same arguments, a mapping if the template takes it.
+A form that the template takes stays; only arguments of calls are a mapping wherever the template takes one. No arguments are `{}`.
+A content `[]` is an empty text, and so is null of a system message; null of any other is no content.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from patchgen.runtime.data.template_forms import Message, TemplateForms
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of parts with a `text`; the last two are of OpenAI's Responses."""
 RESULT_ROLES = ("tool", "function")
+INSTRUCTION_ROLES = ("system", "developer")
 CALL_KEYS = ("name", "arguments", "parameters")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of the reasoning of a message, of which transformers makes one."""
@@ -57,7 +59,9 @@ class _MessageAdapter:
         # Templates would write "None" for keys with no value, and test whether there are calls by the key.
         message = {name: value for name, value in message.items() if value is not None}
         if message.get("content") == [] and self.role not in RESULT_ROLES:
-            message.pop("content")
+            message["content"] = ""
+        if self.role in INSTRUCTION_ROLES:
+            message.setdefault("content", "")
         message = self._with_known_role(message, has_old_calls)
         if not message.get("tool_calls"):
             message.pop("tool_calls", None)
@@ -69,6 +73,8 @@ class _MessageAdapter:
             raise BadSample(self.where, f"{self.name} has no content")
         if "tool_calls" in message and not message.get("content"):
             message = self._with_empty_content(message)
+        elif "content" not in message and "function_call" not in message:  # reasoning alone
+            message |= self.forms.empty_content_of_reasoning
         return message
 
     def _with_known_role(self, message: Message, has_old_calls: bool) -> Message:
@@ -150,19 +156,16 @@ class _MessageAdapter:
         if "arguments" not in function and "parameters" in function:  # as Llama writes calls
             others = {name: value for name, value in function.items() if name != "parameters"}
             function = {**others, "arguments": function["parameters"]}
-        arguments = function.get("arguments")
-        if arguments is None or self.forms.arguments is None:
-            return dict(function)
-        if self.forms.arguments == "text":
-            value = _parsed(arguments)
-            return {**function, "arguments": value if isinstance(value, str) else _json_text(value)}
-        arguments = _parsed(arguments) if arguments != "" else {}
+        given = function.get("arguments")
+        arguments = {} if given in (None, "") else _parsed(given)
         if not isinstance(arguments, Mapping):
             raise BadSample(
                 self.where,
                 f"the arguments of call {number} ({function['name']!r}) of {self.name} are {arguments!r:.80}, expected a "
                 "mapping or a JSON object",
             )
+        if self.forms.arguments == "text":
+            return {**function, "arguments": given if given and isinstance(given, str) else _json_text(arguments)}
         return {**function, "arguments": arguments}
 
 

@@ -7,8 +7,11 @@ the rendering with these words must contain every one of them:
     messages    user: Hi w0                  critic: Too short w1      assistant: Hello w2
     rendered    <|user|>Hi w0<|end|><|assistant|>Hello w2<|end|>                                no w1: a bad sample
 
+Parts of a content that are no text (an image, a refusal, a file) must change the rendering if they are left out.
+
 What a template drops only once other messages follow (the text before a call, which some take for reasoning) is dropped on
-purpose, and in generation as well: it is enough that the word is in the rendering up to its message.
+purpose, and in generation as well: it is enough that the word is in the rendering up to its message. Reasoning that is not even
+there is warned of; where a message has nothing else, it must be in the rendering, or an empty turn is learned.
 """
 
 from __future__ import annotations
@@ -20,14 +23,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from patchgen.runtime.data.media_parts import MEDIA_COLUMNS
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.rendering import Renderer
 from patchgen.runtime.data.template_forms import Message
+from patchgen.runtime.data.template_inputs import REASONING
 
+DROPS = "the chat template drops"
+"""How the reason begins for which a conversation is refused here though the template takes it."""
 DROPPED_TOOLS = (
     "The chat template does not write the schemas of tools: the model does not read which tools there are. To fix: describe them "
     "in a system message, or take a template with tools."
+)
+DROPPED_REASONING = (
+    "The chat template does not write the reasoning of assistant turns, not even of the last one: it is not learned. To fix: take "
+    "a template that writes it, or none of the keys reasoning_content, reasoning and thinking if that is meant."
 )
 
 
@@ -38,16 +47,18 @@ class Probe:
     Attributes:
         what: the place, for error messages.
         add: returns the message with the word.
+        is_reasoning: beside a content or calls, a template may drop it.
     """
 
     index: int
     what: str
     word: str
     add: Callable[[Message], Message]
+    is_reasoning: bool = False
 
 
 def require_traces(where: str, render: Renderer, messages: Sequence[Message], text: str) -> None:
-    """Requires that every content and every call of a conversation leaves a trace in its rendering.
+    """Requires that every content and every call of a conversation leaves a trace in its rendering; warns of dropped reasoning.
 
     Args:
         render: of the conversation, with its tools.
@@ -65,27 +76,42 @@ def require_traces(where: str, render: Renderer, messages: Sequence[Message], te
     for probe in probes:
         if with_words is not None and probe.word in with_words.lower():
             continue
-        if not _leaves_trace(render, messages, text, probe):
-            role = messages[probe.index]["role"]
-            raise _dropped(where, probe.what, probe.index, role)
+        message = messages[probe.index]
+        is_all = probe.is_reasoning and _is_empty(message.get("content")) and not message.get("tool_calls")
+        if _leaves_trace(render, messages, text, probe, in_full=is_all):
+            continue
+        if not probe.is_reasoning or is_all:
+            raise _dropped(where, probe.what, probe.index, message["role"])
+        warnings.warn(DROPPED_REASONING, stacklevel=2)
     for index, message in enumerate(messages):
-        for number in _media_parts(message.get("content")):
-            parts = [*message["content"][:number], *message["content"][number + 1 :]]
-            if render.or_none([*messages[:index], {**message, "content": parts}, *messages[index + 1 :]]) == text:
-                kind = message["content"][number]["type"]
+        for number in _other_parts(message.get("content")):
+            if not _part_leaves_trace(render, messages, text, index, number):
+                kind = message["content"][number].get("type")
                 raise _dropped(where, f"the {kind} in part {number} of the content", index, message["role"])
 
 
 def _dropped(where: str, what: str, index: int, role: str) -> BadSample:
+    remedy = "; a transform can put its text into the first user turn, or take another template" * (role == "system")
     return BadSample(
-        where, f"the chat template drops {what} of message {index} of {role!r}: it would train as if it were not there"
+        where,
+        f"{DROPS} {what} of message {index} of {role!r}: it would train as if it were not there{remedy}",
     )
 
 
-def _media_parts(content: Any) -> list[int]:
-    """The numbers of the parts with an image, a video or a sound."""
+def _other_parts(content: Any) -> list[int]:
+    """The numbers of the parts of other types than text."""
     parts = enumerate(content) if isinstance(content, list) else ()
-    return [number for number, part in parts if isinstance(part, dict) and part.get("type") in MEDIA_COLUMNS]
+    return [number for number, part in parts if isinstance(part, dict) and part.get("type", "text") != "text"]
+
+
+def _part_leaves_trace(render: Renderer, messages: Sequence[Message], text: str, index: int, number: int) -> bool:
+    """Whether the rendering is another without a part; beside other parts, that up to its message is enough."""
+    before, message, after = messages[:index], messages[index], messages[index + 1 :]
+    others = [*message["content"][:number], *message["content"][number + 1 :]]
+    without = {**message, "content": others}
+    if render.or_none([*before, without, *after]) != text:
+        return True
+    return bool(others) and render.or_none([*before, without]) != render.or_none([*before, message])
 
 
 def warn_of_dropped_tools(render: Renderer, messages: Sequence[Message], text: str) -> None:
@@ -95,12 +121,16 @@ def warn_of_dropped_tools(render: Renderer, messages: Sequence[Message], text: s
         warnings.warn(DROPPED_TOOLS, stacklevel=2)
 
 
-def _leaves_trace(render: Renderer, messages: Sequence[Message], text: str, probe: Probe) -> bool:
-    """Whether a word in one place alone changes the rendering, or is in the rendering up to its message."""
+def _leaves_trace(
+    render: Renderer, messages: Sequence[Message], text: str, probe: Probe, *, in_full: bool = False
+) -> bool:
+    """Whether a word in one place alone changes the rendering, or, unless `in_full`, is in the rendering up to its message."""
     before, message, after = messages[: probe.index], messages[probe.index], messages[probe.index + 1 :]
     changed = render.or_none([*before, probe.add(message), *after])
     if changed is None or changed != text:
         return True  # a template that refuses the word has read it
+    if in_full:
+        return False
     through = render.or_none([*before, probe.add(message)])
     return through is not None and probe.word in through.lower()
 
@@ -111,7 +141,7 @@ def _words(text: str) -> Iterator[str]:
 
 
 def _probes(messages: Sequence[Message], words: Iterator[str]) -> Iterator[Probe]:
-    """A probe for each content, part with a text, call and arguments; what is empty cannot leave a trace."""
+    """A probe for each content, part with a text, reasoning, call and arguments; what is empty cannot leave a trace."""
     for index, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, list) and any(_has_text(part) for part in content):
@@ -122,6 +152,10 @@ def _probes(messages: Sequence[Message], words: Iterator[str]) -> Iterator[Probe
         elif content and not _has_parts(content):
             word = next(words)
             yield Probe(index, "the content", word, functools.partial(_with_word, word=word))
+        if thoughts := [key for key in REASONING if message.get(key)]:
+            word = next(words)
+            add = functools.partial(_with_word_in_reasoning, keys=thoughts, word=word)
+            yield Probe(index, "the reasoning", word, add, is_reasoning=True)
         for number, call in enumerate(message.get("tool_calls") or ()):
             name = call.get("function", call)["name"]
             for key in ("name", "arguments"):
@@ -131,6 +165,13 @@ def _probes(messages: Sequence[Message], words: Iterator[str]) -> Iterator[Probe
                 yield Probe(
                     index, what, word, functools.partial(_with_word_in_call, number=number, key=key, word=word)
                 )
+
+
+def _is_empty(content: Any) -> bool:
+    """Whether a content is none, or has only parts without a text."""
+    return not content or (
+        isinstance(content, list) and not any(map(_has_text, content)) and not _other_parts(content)
+    )
 
 
 def _has_parts(content: Any) -> bool:
@@ -151,11 +192,19 @@ def _with_word_in_part(message: Message, number: int, word: str) -> Message:
     return {**message, "content": parts}
 
 
+def _with_word_in_reasoning(message: Message, keys: Sequence[str], word: str) -> Message:
+    return {**message, **{key: _lengthened(message[key], word) for key in keys}}
+
+
 def _with_word_in_call(message: Message, number: int, key: str, word: str) -> Message:
     calls = list(message["tool_calls"])
     call = calls[number]
     function = call.get("function", call)
     changed = {**function, key: _lengthened(function[key], word)}
+    if key == "name" and isinstance(
+        call.get("id"), str
+    ):  # Kimi's templates write an id that contains the name, in its place
+        call = {**call, "id": call["id"].replace(function[key], changed[key])}
     calls[number] = {**call, "function": changed} if "function" in call else changed
     return {**message, "tool_calls": calls}
 

@@ -8,7 +8,8 @@
 A turn is what the template writes while its loop is at the turn's message (`rendering.py`), without the generation prompt
 and without white space after the token that ends it. After the last message what follows the loop belongs to it (`</s>`
 at the end of all). If a template ends no turn with a token of its own, a turn ends with the token that follows it: the next role's
-marker, at which such models stop.
+marker, at which such models stop. Whether it does is seen at a turn that others follow; of one that ends all turns but the last
+(`{% if not loop.last %}<|im_end|>{% endif %}`) the last turn has no end token, which is warned of.
 
 Whatever a turn is found by, these hold, or the sample is a bad one:
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +36,11 @@ from patchgen.runtime.data.rendering import REFUSALS, Renderer, Segment
 
 PROBE = "Qzwordzq"
 """An answer that is in no template."""
+LAST_TURN_WITHOUT_END = (
+    "The chat template writes a token at the end of assistant turns, but not of a conversation's last one, which then does not "
+    "teach where to stop; conversations of one turn never do. To fix: take a template that ends every turn (in this one, write the "
+    "token after the last message as well)."
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class Conversation:
 
     Attributes:
         segments: the parts of the text by the message they are written for; none: unknown.
-        sources: `(len(text),)` the message that each character comes from (`provenance.py`); None: unknown.
+        sources: `(len(text),)` the message that each character comes from (`provenance.py`); None: unknown, `why_unknown`.
         added_tokens: of the tokenizer; one of these may end a turn.
     """
 
@@ -52,6 +59,7 @@ class Conversation:
     segments: list[Segment]
     sources: np.ndarray | None
     added_tokens: tuple[str, ...]
+    why_unknown: str = ""
 
     @functools.cached_property
     def words(self) -> re.Pattern[str]:
@@ -79,10 +87,9 @@ def read_conversation(render: Renderer, messages: list[dict[str, Any]], literals
     """
     text = render(messages)
     followed_text, segments = render.with_segments(messages)
-    sources = sources_of_characters(render, messages, text, literals.pattern)
-    return Conversation(
-        render, messages, text, segments if followed_text == text else [], sources, literals.added_tokens
-    )
+    sources, why_unknown = sources_of_characters(render, messages, text, literals.pattern)
+    segments = segments if followed_text == text else []
+    return Conversation(render, messages, text, segments, sources, literals.added_tokens, why_unknown)
 
 
 def spans_of_turns(where: str, conversation: Conversation, wanted: Sequence[int]) -> dict[int, list[Span]]:
@@ -95,8 +102,8 @@ def spans_of_turns(where: str, conversation: Conversation, wanted: Sequence[int]
     if conversation.sources is None and wanted:
         raise BadSample(
             where,
-            "what the chat template writes cannot be traced to the messages: it changes their letters, or compares their texts "
-            "with each other (a template that marks the assistant's turns by {% generation %} needs no such trace)",
+            f"what the chat template writes cannot be traced to the messages: {conversation.why_unknown} (a template that marks "
+            "the assistant's turns by {% generation %} needs no such trace)",
         )
     for index in wanted:
         reasons = []
@@ -112,6 +119,8 @@ def spans_of_turns(where: str, conversation: Conversation, wanted: Sequence[int]
                 raise BadSample(where, reasons[0])
             if _is_written(conversation, index):
                 raise BadSample(where, f"the turn of message {index} is not found in what the chat template writes")
+    if _last_turn_lacks_end(conversation, found):
+        warnings.warn(LAST_TURN_WITHOUT_END, stacklevel=2)
     return found
 
 
@@ -298,6 +307,18 @@ def _through_end_token(conversation: Conversation, index: int, turn: Span) -> in
     return len(conversation.text) - len(following) + len(token)
 
 
+def _last_turn_lacks_end(conversation: Conversation, turns: dict[int, list[Span]]) -> bool:
+    """Whether the turn of the last message has no end token, though the template ends turns that others follow with one. Calls
+    are not looked at: their end token may be the template's own mark of a call."""
+    last = len(conversation.messages) - 1
+    if last not in turns or conversation.sources is None or conversation.messages[last].get("tool_calls"):
+        return False
+    own = np.flatnonzero(conversation.sources == last)
+    after = conversation.text[own[-1] + 1 : turns[last][-1][1]] if len(own) else ""
+    has_end = not len(own) or any(token in after for token in conversation.added_tokens)
+    return not has_end and ends_turns(conversation.render, conversation.added_tokens)
+
+
 def _without_space_at_end(conversation: Conversation, start: int, end: int) -> int:
     """The end of a span, without white space after a token."""
     stripped = conversation.text[start:end].rstrip()
@@ -309,7 +330,7 @@ def _longest(tokens: Iterator[str]) -> str:
 
 
 def ends_turns(render: Renderer, added_tokens: tuple[str, ...]) -> bool:
-    """Whether the template writes a token of the tokenizer after an answer."""
+    """Whether the template writes a token of the tokenizer after an answer that other messages follow."""
     options = {name: value for name, value in render.options.items() if name not in ("chat_template", "tools")}
     return _ends_turns(render.options["chat_template"], json.dumps(options, default=str, sort_keys=True), added_tokens)
 
@@ -317,12 +338,29 @@ def ends_turns(render: Renderer, added_tokens: tuple[str, ...]) -> bool:
 @functools.lru_cache(maxsize=32)
 def _ends_turns(template: str, options: str, added_tokens: tuple[str, ...]) -> bool:
     render = Renderer({**json.loads(options), "chat_template": template, "tools": None})
-    for content in (PROBE, [{"type": "text", "text": PROBE}]):
-        text = render.or_none([{"role": "user", "content": content}, {"role": "assistant", "content": content}])
-        if text is not None and PROBE in text:
-            after = text.rpartition(PROBE)[2]
+    for in_form in (lambda text: text, lambda text: [{"type": "text", "text": text}]):
+        messages = [
+            {"role": role, "content": in_form(text)}
+            for role, text in (("user", "a"), ("assistant", PROBE), ("user", "b"))
+        ]
+        after = _after_answer(render, messages)
+        if after is not None:
             return any(token in after for token in added_tokens)
     return True
+
+
+def _after_answer(render: Renderer, messages: list[dict[str, Any]]) -> str | None:
+    """What the template writes in the turn of message 1 after its content; of a template that writes no messages in a loop, after
+    the answer at the end of a conversation. None: it does not write the answer."""
+    try:
+        text, segments = render.with_segments(messages)
+        turn = "".join(text[part.start : part.end] for part in segments if part.index == 1)
+    except REFUSALS:
+        turn = ""
+    if PROBE in turn:
+        return turn.rpartition(PROBE)[2]
+    alone = render.or_none(messages[:2])
+    return alone.rpartition(PROBE)[2] if alone is not None and PROBE in alone else None
 
 
 def common_prefix_length(first: Sequence[Any], second: Sequence[Any]) -> int:

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
-
 from patchgen.runtime.data.chat import make_renderer, render_with_spans
 from patchgen.runtime.data.literals import Literals
 from patchgen.runtime.data.problems import BadSample
+from patchgen.runtime.data.rendering import REFUSALS, Renderer
 from patchgen.runtime.data.task_encoders import TASK_ENCODERS
 from patchgen.runtime.data.template_forms import forms_of
-from patchgen.runtime.data.turn_spans import ends_turns
+from patchgen.runtime.data.turn_spans import LAST_TURN_WITHOUT_END, ends_turns
 from patchgen.runtime.doctor.finding import Check, Finding, failed, not_checked, passed
 from patchgen.runtime.doctor.tokens import stop_tokens
 
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
 KINDS_WITHOUT_TEMPLATE = ("text", "classification", *TASK_ENCODERS)
 """Kinds of data that a tokenizer without a chat template can encode."""
 QUESTION, ANSWER = "Where is the river?", "Behind the hill."
-REFUSALS = (TemplateError, TypeError, ValueError)
-"""What a template raises on messages that it does not support."""
 ADVICE = (
     "Take the chat template that comes with these weights (chat_template.jinja, or chat_template in "
     "tokenizer_config.json); a base model without one can learn any whose special tokens the tokenizer has."
@@ -130,11 +126,7 @@ def messages(patient: Patient, template: str) -> list[dict[str, Any]]:
 
 def rendered_texts(tokenizer: Any, template: str, conversation: list[dict[str, Any]]) -> tuple[str, str, str]:
     """The rendered question alone, with the generation prompt, and with the answer."""
-
-    def render(shown_messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        options = {**tokenizer.special_tokens_map, "chat_template": template, "tools": None}
-        return render_jinja_template([shown_messages], add_generation_prompt=prompt, **options)[0][0]
-
+    render = Renderer({**tokenizer.special_tokens_map, "chat_template": template, "tools": None})
     return render(conversation[:1]), render(conversation[:1], prompt=True), render(conversation)
 
 
@@ -196,6 +188,8 @@ def _turn_problems(patient: Patient, template: str) -> Iterable[str]:
             f"The part of the turn that has a loss ends with {after[-20:] or ANSWER[-8:]!r}, which is not a special token "
             f"({text[end:].strip()[:20]!r} follows): the model would not learn where to stop."
         )
+        if len(conversation) == 2:  # the template ends turns that others follow
+            yield LAST_TURN_WITHOUT_END
         return
     stops = stop_tokens(patient) | ({tokenizer.eos_token_id} - {None})
     if not stops.intersection(ids):

@@ -330,6 +330,21 @@ def test_a_format_is_found_where_its_columns_are_and_never_guessed(row, kind):
 # ------------------------------------------------------------------------------------------------- tools and media
 
 
+def test_conversations_of_messages_are_messages():
+    """As many data sets of the hub name the column; they were refused."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "train": True}]
+    for kind in ("chat", "multimodal"):
+        fields = RowMapper(SourceConfig("x"), kind)("x", {"conversations": messages, "system": "Be kind."})
+        assert fields["messages"] == [{"role": "system", "content": "Be kind."}, *messages]
+    pair = {
+        "conversations": messages[:1],
+        "chosen": messages[1:],
+        "rejected": [{"role": "assistant", "content": "Go"}],
+    }
+    fields = RowMapper(SourceConfig("x"), "preference")("x", pair)
+    assert fields["chosen"] == messages
+
+
 def test_calls_and_tools_of_sharegpt_are_those_of_templates():
     tools = [{"type": "function", "function": {"name": "add"}}]
     turns = [

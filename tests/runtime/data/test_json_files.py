@@ -86,6 +86,19 @@ def test_an_object_with_data_in_lines_is_a_sample(tmp_path):
     ] * 2
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_list_in_data_is_a_field_unless_it_has_objects(tmp_path, indent):
+    """`1` was taken for the row, and the messages beside it were lost."""
+    row = {"data": [1], "messages": [{"role": "user", "content": "Hi"}]}
+    (tmp_path / "rows.json").write_text(json.dumps(row, indent=indent))
+    source = open_source(SourceConfig(str(tmp_path / "rows.json")))
+    if indent is None:
+        assert [record.fields() for record, _ in source.read()] == [row]
+    else:
+        with pytest.raises(DataError, match="holds one JSON object over several lines, with data, messages"):
+            list(source.read())
+
+
 def test_broken_lines_are_bad_samples_also_the_first(tmp_path):
     for name, first in (("a.jsonl", '{"text": '), ("b.json", '{"text": '), ("c.jsonl", "[1, 2]")):
         (tmp_path / name).write_text(f'{first}\n{{"text": "b"}}\n')

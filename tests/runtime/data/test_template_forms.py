@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from importlib import resources
 from typing import Any
 
@@ -53,7 +54,7 @@ def in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-JSON = json.dumps(ARGUMENTS)  # with é as an escape
+JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
 CALLED = [USER, call(ARGUMENTS), RESULT, ANSWER]
 OLD = [
     USER,
@@ -163,6 +164,26 @@ ONLY_FIRST = (
 )
 
 
+ONLY_ANSWERS = ONLY_TEXT.replace("'system', ", "")
+# Writes the arguments of calls as a text, or as JSON of a mapping.
+TEXT_CALLS, MAPPING_CALLS = (
+    ONLY_TEXT.replace(
+        "<|im_end|>",
+        "{%- for call in message.tool_calls or [] -%}{{ call.function.name }} "
+        + arguments
+        + "{%- endfor -%}<|im_end|>",
+    )
+    for arguments in ("{{ 'JSON ' + call.function.arguments }}", "{{ call.function.arguments | tojson }}")
+)
+THOUGHT = {"role": "assistant", "reasoning_content": "Zulu thought."}
+
+
+def in_a_part(kind: str, text: str = "", **fields: Any) -> dict[str, Any]:
+    """An answer with a part of a type, and one of text if there is a text."""
+    texts = [{"type": "text", "text": text}] if text else []
+    return {"role": "assistant", "content": [{"type": kind, **fields}, *texts]}
+
+
 def learned(tokenizer: Any, messages: Any, tools: Any = None) -> tuple[str, str] | BadSample:
     """The text that a conversation trains on, and the part with a loss."""
     (found,) = ChatEncoder(tokenizer).encode([("rows.jsonl:1", {"messages": messages, "tools": tools})])
@@ -202,7 +223,13 @@ TWO_CALLS = {
         (ONLY_TEXT, [USER, {"role": "critic", "content": "Too short."}, ANSWER], "drops the content of message 1 of 'critic'"),
         (ONLY_TEXT, [USER, call(ARGUMENTS), RESULT, ANSWER], "drops call 0 ('get_weather') of message 1 of 'assistant'"),
         (ONLY_TEXT, [USER, ANSWER, {"role": "user"}], "message 2 of 'user' has no content"),
-        (ONLY_TEXT, [{"role": "user", "content": []}, ANSWER], "message 0 of 'user' has no content"),
+        (ONLY_TEXT, [{"role": "user", "content": None}, ANSWER], "message 0 of 'user' has no content"),
+        (ONLY_PARTS, [USER, in_a_part("refusal", refusal="No.")], "drops the refusal in part 0 of the content of message 1"),
+        (ONLY_PARTS, [USER, in_a_part("file", "Echo", file={"id": "1"})], "drops the file in part 0 of the content of message 1"),
+        (ONLY_PARTS, [USER, in_a_part("thinking", "Echo", thinking="Hm.")], "drops the thinking in part 0 of the content"),
+        (ONLY_TEXT, [USER, {**THOUGHT, "content": None}], "drops the reasoning of message 1 of 'assistant'"),
+        (ONLY_TEXT, [USER, {**THOUGHT, "content": ""}], "drops the reasoning of message 1 of 'assistant'"),
+        (ONLY_ANSWERS, [SYSTEM, USER, ANSWER], "a transform can put its text into the first user turn, or take another template"),
         (ONLY_TEXT, [{"role": "user", "content": {"text": "Hi"}}, ANSWER], "message 0 of 'user' has the content dict"),
         (ONLY_TEXT, [{"role": "user", "content": [{"type": "text"}]}, ANSWER], "part of the type 'text' without a text"),
         (ONLY_TEXT, [IMAGE, ANSWER], "message 0 of 'user' has a part of the type 'image', which only data.kind = multimodal reads"),
@@ -229,13 +256,77 @@ def test_what_is_dropped_only_from_earlier_turns_is_no_bad_sample():
 
 @pytest.mark.parametrize("arguments", [ARGUMENTS, JSON, json.dumps(ARGUMENTS, indent=1)])
 def test_arguments_are_written_once(arguments):
-    mapping, text = ("{{ call.function.arguments | tojson }}", "{{ 'JSON ' + call.function.arguments }}")
-    template = ONLY_TEXT.replace(
-        "<|im_end|>", "{%- for call in message.tool_calls or [] -%}{{ call.function.name }} %s{%- endfor -%}<|im_end|>"
+    """A text is kept where the template takes one, and read and written again where it takes a mapping."""
+    kept = arguments if isinstance(arguments, str) else JSON
+    for template, expected in ((MAPPING_CALLS, JSON), (TEXT_CALLS, kept)):
+        answer = learned(byte_tokenizer(template), [USER, call(arguments)])[1]
+        assert answer.endswith(f" {expected}<|im_end|>"), template
+
+
+def test_numbers_of_arguments_are_kept_as_they_are_written():
+    answer = learned(byte_tokenizer(TEXT_CALLS), [USER, call('{"a": 1.50}')])[1]
+    assert answer == 'get_weather JSON {"a": 1.50}<|im_end|>'
+
+
+@pytest.mark.parametrize("arguments", ["not json", '"x"', "{'a': 1}", '{"a": 1', "[1]", 3])
+@pytest.mark.parametrize("template", [TEXT_CALLS, MAPPING_CALLS], ids=["text", "mapping"])
+def test_arguments_that_are_no_json_object_are_refused(template, arguments):
+    """Templates that take a text wrote them as they were."""
+    found = learned(byte_tokenizer(template), [USER, call(arguments)])
+    assert isinstance(found, BadSample) and "expected a mapping or a JSON object" in found.reason
+
+
+@pytest.mark.parametrize("template", [TEXT_CALLS, MAPPING_CALLS], ids=["text", "mapping"])
+def test_calls_without_arguments_have_empty_ones(template):
+    """They were written as `null` or `None`, or refused."""
+    tokenizer = byte_tokenizer(template)
+    expected = learned(tokenizer, [USER, call({})])
+    assert expected[1].endswith(" {}<|im_end|>")
+    missing = call(None)
+    del missing["tool_calls"][0]["function"]["arguments"]
+    for message in (call(None), call(""), call("{}"), missing):
+        assert learned(tokenizer, [USER, message]) == expected
+
+
+def test_an_id_with_the_name_of_the_function_stands_for_it():
+    """As in the templates of Kimi, which write `functions.get_weather:0` and no name."""
+    template = TEXT_CALLS.replace("call.function.name", "call.id")
+    answer = {**call(ARGUMENTS)}
+    answer["tool_calls"] = [{**answer["tool_calls"][0], "id": "functions.get_weather:0"}]
+    assert learned(byte_tokenizer(template), [USER, answer])[1] == f"functions.get_weather:0 JSON {JSON}<|im_end|>"
+    without_name = learned(byte_tokenizer(template), [USER, call(ARGUMENTS)])
+    assert isinstance(without_name, BadSample) and "drops call 0 ('get_weather')" in without_name.reason
+
+
+def test_a_content_that_is_empty_is_an_empty_text():
+    tokenizer = byte_tokenizer(ONLY_TEXT)
+    expected = learned(tokenizer, [{**SYSTEM, "content": ""}, {**USER, "content": ""}, ANSWER])
+    assert not isinstance(expected, BadSample)
+    for system in (None, []):
+        for user in ("", []):
+            assert learned(tokenizer, [{**SYSTEM, "content": system}, {**USER, "content": user}, ANSWER]) == expected
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_reasoning_without_content_is_learned_or_refused_for_a_true_reason(name, literals):
+    """Many templates need the key `content`: the rows were refused with an error of Jinja."""
+    text = rendered(TEMPLATES[name], [USER, {**THOUGHT, "content": None}], None, literals)
+    if isinstance(text, BadSample):
+        assert text.reason.startswith("the chat template drops the reasoning of message 1 of 'assistant'")
+    else:
+        assert "Zulu thought." in text and "None" not in text
+
+
+def test_reasoning_that_is_never_written_is_warned_of():
+    """Of earlier turns alone templates drop it on purpose."""
+    with pytest.warns(UserWarning, match="does not write the reasoning of assistant turns"):
+        assert learned(byte_tokenizer(ONLY_TEXT), [USER, {**THOUGHT, **ANSWER}])[1] == "Charlie answer.<|im_end|>"
+    only_last = ONLY_TEXT.replace(
+        "{{ message.content", "{{ message.reasoning_content if loop.last }}{{ message.content"
     )
-    for written in (mapping, text):
-        answer = learned(byte_tokenizer(template.replace("%s", written)), [USER, call(arguments)])[1]
-        assert json.dumps(ARGUMENTS, ensure_ascii=False) in answer, written
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        learned(byte_tokenizer(only_last), [USER, {**THOUGHT, **ANSWER}, *MORE])
 
 
 def test_loader_and_doctor_refuse_the_same_sample(tmp_path):

@@ -59,7 +59,7 @@ def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_data_and_leaves_n
 
 @pytest.mark.parametrize(
     ("content", "rendered"),
-    [("Hi", "Hi"), (None, ""), ([], ""), ([{"type": "text", "text": "H"}, {"type": "text", "text": "i"}], "Hi")],
+    [("Hi", "Hi"), ("", ""), ([], ""), ([{"type": "text", "text": "H"}, {"type": "text", "text": "i"}], "Hi")],
 )
 def test_the_template_renders_texts_parts_of_text_and_no_content(content, rendered, tmp_path):
     messages = [{"role": "user", "content": content}, ANSWER]
@@ -71,7 +71,9 @@ def test_the_template_renders_texts_parts_of_text_and_no_content(content, render
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ({"role": "user", "content": [{"type": "image", "image": "a.png"}]}, "only parts with a text"),
+        ({"role": "user", "content": [{"type": "image", "image": "a.png"}]}, "only data.kind = multimodal reads"),
+        ({"role": "user", "content": [{"type": "file", "file": "a.pdf"}]}, "only parts with a text"),
+        ({"role": "user", "content": None}, "has no content"),
         *(
             (
                 {"role": "assistant", "content": content, "tool_calls": [{"name": "now", "arguments": {}}]},

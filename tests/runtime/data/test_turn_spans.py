@@ -65,8 +65,8 @@ def test_the_page_has_every_template_and_no_wrong_cell():
     assert [row[0].removeprefix("| ") for row in rows] == list(TWINS)
     assert {row[2] for row in rows} == {"0"}
     cells = 2 * len(TWINS) * len(CONVERSATIONS)
-    assert sum(int(number) for row in rows for number in row[1:5]) == cells
-    assert sum(int(row[3]) for row in rows) <= 0.05 * cells
+    assert sum(int(number) for row in rows for number in row[1:6]) == cells
+    assert sum(int(row[3]) for row in rows) <= 0.05 * cells  # refused although the template writes them
     assert ", ".join(CONVERSATIONS) in page
 
 
@@ -168,6 +168,14 @@ def test_a_template_that_changes_letters_makes_bad_samples_unless_it_marks_turns
     assert learned_text(marked, [user("Where?"), assistant("There.")]) == "THERE."
 
 
+def test_a_conversation_of_too_many_letters_is_refused_for_that(monkeypatch):
+    """It was said that the template changes letters."""
+    messages = [user("Where is it?"), assistant("There.")]
+    monkeypatch.setattr("patchgen.runtime.data.provenance.OTHER_LETTERS", (range(0x20000, 0x20006),))
+    with pytest.raises(BadSample, match="cannot be traced to the messages: they have more different characters"):
+        learned_text(CHATML, messages)
+
+
 def test_marks_with_text_of_a_user_make_a_bad_sample():
     template = "{%- for message in messages -%}{% generation %}{{ message.content }}{% endgeneration %}{%- endfor -%}"
     with pytest.raises(BadSample, match=r"the chat template marks text of message 0 \(user\) as the assistant's"):
@@ -198,6 +206,28 @@ def test_a_turn_without_an_end_token_ends_with_the_next_marker(thought):
     messages = [user(), assistant("There.", **thought), user("Oh?"), assistant("Yes.", **thought)]
     found = learned_text(ALL["glm4moe"], messages)
     assert found == f"\n<think></think>\nThere.<|user|>·\n<think>{(thought and 'R') or ''}</think>\nYes."
+
+
+# As the templates of Qwen1.5, Yi and OpenHermes: the last message has no end token.
+ENDS_EARLIER_TURNS = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
+    "{% if (loop.last and add_generation_prompt) or not loop.last %}{{ '<|im_end|>' + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1]['role'] != 'assistant' %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_a_template_that_ends_all_turns_but_the_last():
+    """The start of the next turn was learned, and nobody was told that the last turn has no end."""
+    messages = [user(), assistant("There."), user("Oh?"), assistant("Yes.")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert learned_text(ENDS_EARLIER_TURNS, messages[:3]) == "There.<|im_end|>"
+    for shown, expected in ((messages, "There.<|im_end|>·Yes."), (messages[:2], "There.")):
+        with pytest.warns(UserWarning, match="but not of a conversation's last one"):
+            assert learned_text(ENDS_EARLIER_TURNS, shown) == expected
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert learned_text(CHATML, messages) == "There.<|im_end|>·Yes.<|im_end|>"
 
 
 def test_calls_without_an_end_token_end_with_the_marker_of_their_result():

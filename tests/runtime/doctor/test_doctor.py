@@ -157,6 +157,12 @@ UNSEARCHABLE = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>model\n' }}{%- endif -%}"
 )
 """Takes a question and its answer, but none in other letters, by which the texts of messages are traced."""
+ENDS_EARLIER_TURNS = (
+    "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{%- if not loop.last or add_generation_prompt -%}{{ '<|im_end|>' + '\n' }}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
+"""It was said to end turns with the start of the next one."""
 
 
 @pytest.mark.parametrize(
@@ -172,6 +178,7 @@ UNSEARCHABLE = (
             FAILED,
             "turn cannot be located in what the template writes: what the chat template writes cannot be traced",
         ),
+        ("chat", ENDS_EARLIER_TURNS, FAILED, "but not of a conversation's last one"),
     ],
 )
 def test_a_chat_template_is_judged_by_what_its_data_are(toy, kind, template, status, words):
