@@ -36,7 +36,7 @@ from patchgen.runtime.data.problems import BadSample, Counters, DataError, bad_s
 from patchgen.runtime.data.records import Record, Source
 from patchgen.runtime.data.text import Encoder, Tokens, digest
 
-VERSION = 5
+VERSION = 6
 ENCODE_BATCH_SIZE = 256  # samples per call of the tokenizer, which uses several threads
 FULL_DISK_ERRORS = {
     errno.ENOSPC: "free space there",
