@@ -100,7 +100,7 @@ def rendered(template: str, messages: list[Message], tools: Any, *, prompt: bool
 def marked(template: str, messages: list[Message], tools: Any) -> tuple[str, list[tuple[int, int]]]:
     options = {"chat_template": template, "tools": tools, "bos_token": "<s>", "eos_token": "</s>"}
     texts, marks = render_jinja_template([messages], return_assistant_tokens_mask=True, **options)
-    return texts[0], [(start, end) for start, end in marks[0] if end > start]
+    return texts[0], [(int(start), int(end)) for start, end in marks[0] if end > start]
 
 
 def taken_form(pair: Sequence[str], messages: list[Message], tools: Any) -> list[Message] | None:
