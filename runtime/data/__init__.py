@@ -7,6 +7,8 @@ formats.py       row formats and their fields           rows.py            maps 
 text.py          encodes plain text                     chat.py            encodes conversations, with a loss mask
 feedback.py      encodes pairs and labelled samples     task_encoders.py   encodes samples of other heads
 literals.py      special tokens in data as plain text   transform.py       the user's own function on rows
+rendering.py     chat templates, by message             provenance.py      the message of each character
+turn_spans.py    what is learned of a turn
 cache.py         tokens on disk, shared by all ranks    documents.py       the samples of one cache
 multimodal.py    prepares images, videos, sounds        media_items.py     finds them in samples; media.py reads them
 media_options.py options of processors (`data.media`)   loader.py          the interface of loaders

@@ -157,9 +157,8 @@ def _with_calls(body: Sequence[nodes.Node], depth: int) -> Iterator[nodes.Node]:
             yield node
             yield _call(LEAVE, depth + 1)
         elif isinstance(node, nodes.If):
-            node.body = list(_with_calls(node.body, depth))
-            # Each is an If of its own.
-            node.elif_ = [branch for branch in _with_calls(node.elif_, depth) if isinstance(branch, nodes.If)]
+            for branch in (node, *node.elif_):
+                branch.body = list(_with_calls(branch.body, depth))
             node.else_ = list(_with_calls(node.else_, depth))
             yield node
         elif isinstance(node, nodes.Assign) and depth and isinstance(node.target, nodes.Name):

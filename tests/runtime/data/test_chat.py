@@ -135,9 +135,8 @@ def test_a_conversation_may_start_with_the_assistant():
 
 
 def test_a_turn_that_the_template_leaves_out_is_a_bad_sample():
-    encoder = ChatEncoder(
-        byte_tokenizer("{%- for message in messages if message.role == 'user' -%}{{ message.content }}{%- endfor -%}")
-    )
+    template = "{%- for message in messages if message.role == 'user' -%}{{ message.content }}{%- endfor -%}"
+    encoder = ChatEncoder(byte_tokenizer(template))
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     (found,) = encoder.encode([("a.jsonl:3", {"messages": messages})])
     assert isinstance(found, BadSample)

@@ -192,6 +192,35 @@ def test_a_chat_template_is_judged_by_what_its_data_are(toy, kind, template, sta
     assert words in found.summary
 
 
+NEXT_MARKER = (
+    "{%- for message in messages -%}{{ '<|box|>' if message.role == 'user' else '<|im_start|>' }}{{ message.content }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>' }}{%- endif -%}"
+)
+"""Writes no token after a turn, as GLM's: generation stops at the marker of the user."""
+OTHER_END = (
+    "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|box|>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
+
+
+@pytest.mark.parametrize("template", [NEXT_MARKER, OTHER_END], ids=["next marker", "other end"])
+@pytest.mark.parametrize("is_eos", [True, False])
+def test_generation_has_to_stop_at_what_ends_the_turns_of_a_template(toy, template, is_eos):
+    patient = Patient(from_dict(json.loads(json.dumps(toy.values))))
+    tokenizer = byte_tokenizer(template, {"box_token": "<|box|>"})
+    if is_eos:
+        tokenizer.eos_token = "<|box|>"
+    patient.built["parts"] = DataParts(tokenizer)
+    found = ChatTemplate().run(patient)
+    patient.close()
+    if is_eos:
+        assert found.status == PASSED, found
+        assert "ends with '<|box|>'" in found.summary
+    else:
+        assert found.status == FAILED, found
+        assert "ends turns with '<|box|>', and generation stops at '<|im_end|>'" in found.summary
+
+
 def test_what_a_failed_part_leaves_unchecked_is_named(toy, tmp_path):
     report = examine(planted.planted(toy, "two heads", tmp_path / "planted"), skip=SLOW)
     assert report["packing"] == not_checked("it needs the model: see 'weights'.")
