@@ -32,7 +32,8 @@ def test_each_printed_character_comes_from_its_message(contents, template):
     messages = [{"role": roles[n % 2], "content": content} for n, content in enumerate(contents)]
     render = renderer(template)
     text = render(messages)
-    sources = sources_of_characters(render, messages, text, NOTHING)
+    sources, _ = sources_of_characters(render, messages, text, NOTHING)
+    assert sources is not None
     followed, segments = render.with_segments(messages)
     assert followed == text
     assert "".join(text[part.start : part.end] for part in segments) == text
@@ -49,7 +50,7 @@ def test_what_a_template_looks_for_is_its_own():
     render, messages = renderer(THOUGHTS), [{"role": "assistant", "content": "<think>R</think>A"}]
     text = render(messages)
     assert text == "<assistant><think>R</think>A</>"
-    sources = sources_of_characters(render, messages, text, NOTHING)
+    sources, _ = sources_of_characters(render, messages, text, NOTHING)
     assert "".join(c for c, source in zip(text, sources, strict=True) if source == 0) == "<think>RA"
 
 
@@ -58,7 +59,7 @@ def test_marked_texts_of_tools_are_told_from_the_template():
     tools = [{"type": "function", "function": {"name": "f", "description": "Writes <end>."}}]
     render, messages = renderer(template, tools), [{"role": "user", "content": "Hi"}]
     text = render(messages)
-    sources = sources_of_characters(render, messages, text, re.compile("<end>"))
+    sources, _ = sources_of_characters(render, messages, text, re.compile("<end>"))
     first, second = (match.start() for match in re.finditer("<end>", text))
     assert set(sources[first : first + 5].tolist()) == {TOOLS}
     assert set(sources[second : second + 5].tolist()) == {TEMPLATE}
@@ -66,7 +67,8 @@ def test_marked_texts_of_tools_are_told_from_the_template():
 
 def test_letters_that_a_template_changes_have_no_source():
     render, messages = renderer(PLAIN.replace("m.content", "m.content | upper")), [{"role": "user", "content": "Hi"}]
-    assert sources_of_characters(render, messages, render(messages), NOTHING) is None
+    sources, reason = sources_of_characters(render, messages, render(messages), NOTHING)
+    assert sources is None and "changes their letters" in reason
 
 
 def test_a_loop_within_a_loop_belongs_to_its_own_messages():
