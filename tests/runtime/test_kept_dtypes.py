@@ -69,7 +69,7 @@ def test_every_dtype_is_upstreams(name: str, dtype: str, saved, tmp_path):
     expected = dtypes_of(upstream)
     found = dtypes_of(model)
     assert {name: found[name] for name in expected} == expected
-    export_pretrained(model, tmp_path / "ours", source=folder)
+    export_pretrained(model, tmp_path / "ours", source=folder, dtype=getattr(torch, dtype))
     upstream.save_pretrained(tmp_path / "upstreams")
     assert written(tmp_path / "ours") == written(tmp_path / "upstreams")
 
