@@ -284,11 +284,12 @@ def make_outputs(model: nn.Module, to_write: dict[str, LazyTensor], dtype: torch
     """The tensors to write, with their dtypes."""
     is_kept = kept_dtypes.keeps_in_fp32(model, dtype)  # transformers loads these in fp32, so they keep their precision
 
-    def stored_dtype(name: str, current: torch.dtype) -> torch.dtype:
-        keep = current == torch.float32 and is_kept(name)
-        return current if dtype is None or not current.is_floating_point or keep else dtype
+    def stored_dtype(name: str, lazy: LazyTensor) -> torch.dtype:
+        # By the model's names: a checkpoint may have others.
+        keep = lazy.dtype == torch.float32 and (is_kept(name) or any(is_kept(part.name) for part in leaves(lazy)))
+        return lazy.dtype if dtype is None or not lazy.dtype.is_floating_point or keep else dtype
 
-    return [Output(name, lazy, stored_dtype(name, lazy.dtype)) for name, lazy in to_write.items()]
+    return [Output(name, lazy, stored_dtype(name, lazy)) for name, lazy in to_write.items()]
 
 
 def _rounds(work: Sequence[tuple[PlannedFile, Output]]) -> Iterator[list[tuple[PlannedFile, Output]]]:
