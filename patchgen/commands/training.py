@@ -45,6 +45,7 @@ def train(
             "lose its own checkpoints. To fix: omit --fresh, and name another folder: --set log.directory=runs/NEW."
         )
     try:
+        from patchgen.runtime import hub_access
         from patchgen.runtime.train import recipe as recipes
     except ModuleNotFoundError as error:
         raise ConfigError(f"Training needs the package {error.name}: `pip install 'patchgen[train]'`.") from error
@@ -56,6 +57,8 @@ def train(
         if script is not None:
             print(start_script(script, recipe_path, recipe.name, settings, processes, nodes), end="")
             return 0
+        if recipes.reads_hub(recipe):
+            hub_access.use_cache_if_silent()
         from patchgen.runtime import launch
         from patchgen.runtime.checkpoint import CheckpointError
         from patchgen.runtime.data import DataError

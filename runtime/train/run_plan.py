@@ -68,6 +68,11 @@ def require_valid(recipe: Recipe, world_size: int) -> None:
     for kind in recipe.log.trackers:
         run_log.require_tracker(kind)
     run_lock.require_writable(recipe.directory)
+    for name, data in (("data", recipe.data), ("eval_data", recipe.eval_data)):
+        if data is not None and (reason := run_lock.why_not_writable(data.cache_root)):
+            raise RecipeError(
+                f"The cache folder {data.cache_root} cannot be written: {reason}. To fix: name another {name}.cache_dir."
+            )
     for field, is_set, size in (
         ("head_groups", recipe.parallel.head_groups > 1, "sp"),
         ("expert_capacity", recipe.parallel.expert_capacity is not None, "ep"),

@@ -501,6 +501,16 @@ def test_a_model_that_does_not_fit_is_told():
     assert "it does not fit" in planned(recipe_of(model={"overrides": SMALL | large}), 1, "h100")
 
 
+@pytest.mark.parametrize("section", ["data", "eval_data"])
+def test_a_cache_folder_that_cannot_be_written_is_refused(section, tmp_path):
+    (tmp_path / "file").touch()
+    recipe = recipe_of(**{section: {"cache_dir": str(tmp_path / "file" / "cache")}})
+    with pytest.raises(
+        RecipeError, match=f"cache folder .*/file/cache cannot be written: .* another {section}.cache_dir"
+    ):
+        run_plan.require_valid(recipe, 1)
+
+
 def test_of_many_ranks_a_plan_is_a_summary():
     recipe = recipe_of(parallel={"ep": 8, "sp": 4}, train={"batches_per_step": 256})
     text = run_plan.summary(model.parallel_config(recipe.parallel, 1024))
