@@ -74,8 +74,8 @@ def generate(
 
 @app.command()
 def check(models: ModelsOrAll = None) -> None:
-    """Regenerate in memory and compare bytes. Exit 1 if a committed file or a recorded proof is stale or an example of the
-    project's passes fails; without MODELS also if a folder of models has no provenance.json.
+    """Regenerate in memory and compare bytes. Exit 1 if a committed file or a recorded proof is stale, a model has no proof,
+    or an example of the project's passes fails; without MODELS also if a folder of models has no provenance.json.
 
     Example: patchgen check qwen3_moe
     """
