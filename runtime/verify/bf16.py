@@ -82,6 +82,7 @@ class SameChoices(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.differs = False
         self._recorded: dict[tuple[str, torch.Size], list[Tensor]] = {}
         """By function and shape: kernels choose for themselves in between."""
         self._is_first = True
@@ -96,7 +97,7 @@ class SameChoices(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         indices = result if isinstance(result, Tensor) else getattr(result, "indices", None)
         name = getattr(func, "__name__", "")
-        if name not in _DIM_PLACES or indices is None or indices.is_floating_point():
+        if name not in _DIM_PLACES or not isinstance(indices, Tensor) or indices.is_floating_point():
             return result
         if not args[0].is_floating_point():
             return result  # the order of tokens by expert
@@ -104,20 +105,23 @@ class SameChoices(TorchFunctionMode):
         if self._is_first:
             self._recorded.setdefault(key, []).append(indices)
             return result
-        choices, place = self._recorded.get(key, []), self._next[key]
+        choices, number = self._recorded.get(key, []), self._next[key]
         self._next[key] += 1
-        recorded = choices[place] if place < len(choices) else indices
+        recorded = choices[number] if number < len(choices) else indices
+        if name == "max":
+            # What a model derives from a maximum need not hold for another element. Attention only subtracts it.
+            self.differs |= args[0].ndim < ATTENTION_NDIM and not torch.equal(recorded, indices)
+            return result
         if isinstance(result, Tensor):
             return recorded
         place, default = _DIM_PLACES[name]
         dim = (kwargs or {}).get("dim", args[place] if len(args) > place else default)
-        keeps = recorded.ndim == args[0].ndim
-        chosen = args[0].gather(dim, recorded if keeps else recorded.unsqueeze(dim))
-        return type(result)((chosen if keeps else chosen.squeeze(dim), recorded))
+        return type(result)((args[0].gather(dim, recorded), recorded))
 
 
-_DIM_PLACES = {"topk": (2, -1), "sort": (1, -1), "max": (1, -1), "min": (1, -1), "argmax": (1, -1), "argsort": (1, -1)}
+_DIM_PLACES = {"topk": (2, -1), "sort": (1, -1), "argmax": (1, -1), "argsort": (1, -1), "max": (1, -1)}
 """Functions that choose -> the place of their argument `dim`, and its default."""
+ATTENTION_NDIM = 4
 
 
 def in_fp32(step: Step) -> Step:

@@ -6,8 +6,7 @@ Shapes: B batch, S sequence.
     padded        the second row ends in padding: attention mask 0, labels -100
     packed        two documents in each row: position ids restart at 0 in the middle
     step          the plain rows as a trainer passes them, with the number of labels of the whole step
-    padded left   the second row begins with padding
-    shifted       the plain rows as another trainer passes them: other labels, already shifted, and the number as an int
+    other caller  the second row begins with padding; labels that the caller has shifted, and the number of labels as an int
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ NUM_PADDED = 7
 FIRST_DOCUMENT = 15
 NUM_ITEMS = "num_items_in_batch"
 SHIFTED = "shift_labels"
+OTHER_CALLER = "other caller"
 ITEMS_OF_STEP = 100
 
 
@@ -75,18 +75,17 @@ def text_cases(config: PreTrainedConfig, model_class: type[nn.Module], *, seed: 
 
 
 def caller_cases(config: PreTrainedConfig, model_class: type[nn.Module], *, seed: int = 0) -> tuple[Case, ...]:
-    """The cases of other callers than patchgen's trainer, as far as the forward of `model_class` takes them."""
+    """The case of another caller than patchgen's trainer, as far as the forward of `model_class` takes it."""
     ids, labels = _ids_and_labels(config, seed)
     mask = torch.ones_like(ids)
     mask[1, :NUM_PADDED] = 0
-    left = labels.masked_fill(mask == 0, IGNORED)
-    left[1, NUM_PADDED] = IGNORED  # predicted by padding
+    labels = labels.masked_fill(mask == 0, IGNORED)
+    labels[1, NUM_PADDED] = IGNORED  # predicted by padding
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": mask}
     shifted = labels.roll(-2, dims=1)  # by two: whoever shifts labels instead computes another loss
-    cases = (
-        Case("padded left", {"input_ids": ids, "labels": left, "attention_mask": mask}),
-        Case("shifted", {"input_ids": ids, "labels": labels, SHIFTED: shifted, NUM_ITEMS: ITEMS_OF_STEP}),
-    )
-    return _taken(cases, config, model_class)
+    own_loss = {SHIFTED: shifted, NUM_ITEMS: ITEMS_OF_STEP}
+    cases = _taken((Case(OTHER_CALLER, {**batch, **own_loss}),), config, model_class)
+    return cases or _taken((Case(OTHER_CALLER, batch),), config, model_class)
 
 
 def _ids_and_labels(config: PreTrainedConfig, seed: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,8 @@ Everything is compared in fp32, with eager attention and experts, from the same 
     eager seams  outputs (loss, logits, router logits, ...) and every gradient, bit for bit; up to rounding where a list
                  of experts became stacks; and the caller's batch is as it was
     fused seams  loss and every gradient within 1e-4 relative, and the kernel was actually called
-    extremes     the first case with large weights, also through the fused seams (`large_weights.py`), and in bf16 (`bf16.py`)
+                 with large weights (`large_weights.py`) and the batch of another caller than patchgen's trainer
+    extremes     one case with large weights in the eager form, too, and one in bf16 (`bf16.py`)
     round trip   each loads the checkpoint that the other saved, completely
 
 The path of a training run, with its own attention, kernels and packed rows, is compared in `training_path.py`.
@@ -14,6 +15,7 @@ The path of a training run, with its own attention, kernels and packed rows, is 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Collection, Iterable, Mapping
@@ -33,12 +35,12 @@ from patchgen.runtime.verify.comparison import (
     worst_of,
 )
 from patchgen.runtime.verify.conditioning import beyond_rounding
-from patchgen.runtime.verify.inputs import Case
+from patchgen.runtime.verify.inputs import OTHER_CALLER, Case
 from patchgen.runtime.verify.large_weights import large_weights
 from patchgen.runtime.verify.model_pair import ModelPair, build_pair, enable_checkpointing
 from patchgen.runtime.verify.observe import lines
 from patchgen.runtime.verify.round_trip import round_trip_problems
-from patchgen.runtime.verify.seam_proof import FAILED, SeamResult, all_eager, prove_again, prove_seams
+from patchgen.runtime.verify.seam_proof import FAILED, SeamResult, all_eager, prove_seams
 
 if TYPE_CHECKING:
     from torch import nn
@@ -143,13 +145,13 @@ def prove(
     """Proves `generated_class` against `upstream_class` on one config.
 
     Args:
-        cases: the inputs; the fused seams run on the first.
+        cases: the inputs; the fused seams run on that of another caller, or on the first.
         variant: the name of this config in the record.
         gradient_checkpointing: whether both models recompute their layers in the backward pass.
         training: whether the models are in training mode; gradients are compared in either.
         implementations: names of the seam implementations to compare; None for all, empty for none.
         round_trip: whether checkpoints are exchanged.
-        extremes: whether the first case is compared with large weights and in bf16 as well.
+        extremes: whether a case is compared in bf16, and one with large weights, with which the seams are proven then.
     """
     proof = Proof(type(config).model_type, upstream_class.__name__)
     with lines.executed(inspect.getfile(generated_class)) as proof.executed_lines:
@@ -162,15 +164,17 @@ def prove(
         enable_checkpointing(pair.upstream)
         enable_checkpointing(pair.generated)
     comparison = _Comparison(proof, pair, variant, training)
-    first: tuple[Case, Step] | None = None
+    first: Case | None = None
+    through_seams: Case | None = None
     for case in cases:
-        expected = comparison.run(case)
-        first = first or (case, expected)
+        comparison.run(case)
+        first = first or case
+        if case.name == OTHER_CALLER:
+            through_seams = case
     if first is not None and not proof.failures:
-        proof.seams = prove_seams(pair.generated, *first, implementations, training=training)
+        comparison.prove_seams(through_seams or first, implementations, large=extremes)
         if extremes:
-            comparison.run_with_large_weights(first[0])
-            comparison.run_in_bf16(first[0], config)
+            comparison.run_in_bf16(first, config)
         proof.failures += [
             f"seam {result.seam}={result.implementation}: {result.reason}"
             for result in proof.seams
@@ -200,9 +204,9 @@ class _Comparison:
     def __init__(self, proof: Proof, pair: ModelPair, variant: str, training: bool) -> None:
         self.proof, self.pair, self.variant, self.training = proof, pair, variant, training
 
-    def run(self, case: Case) -> Step:
-        """One case; returns upstream's step."""
-        expected = self._upstream_step(case, self.pair.upstream)
+    def run(self, case: Case, expected: Step | None = None) -> None:
+        """One case, with upstream's step if it is known."""
+        expected = expected or self._upstream_step(case, self.pair.upstream)
         actual = self._generated_step(case, self.pair.generated)
         outputs, gradients, unequal = _compared(actual, expected)
         if not self.pair.correspondence.is_identity:
@@ -210,17 +214,20 @@ class _Comparison:
             step = functools.partial(self._upstream_step, case)
             unequal = beyond_rounding(beyond, actual, expected, self.pair.upstream, step)
         self._add(case, outputs, gradients, unequal, actual, expected)
-        return expected
 
-    def run_with_large_weights(self, case: Case) -> None:
-        """The case with large weights, with all eager and with each seam that passed."""
-        case, pair = replace(case, name=LARGE_WEIGHTS), self.pair
-        with large_weights(pair.upstream, pair.generated, pair.correspondence):
-            if not _is_finite(self._upstream_step(case, pair.upstream)):
-                self.proof.left_out[case.name] = "upstream's own loss or logits are not finite."
+    def prove_seams(self, case: Case, implementations: Collection[str] | None, *, large: bool) -> None:
+        """Each seam on a case: with large weights, after a comparison of the eager form, unless upstream's step overflows then."""
+        pair = self.pair
+        with large_weights(pair.upstream, pair.generated, pair.correspondence) if large else contextlib.nullcontext():
+            expected = self._upstream_step(case, pair.upstream)
+            is_finite = _is_finite(expected)
+            if large and is_finite:
+                self.run(replace(case, name=LARGE_WEIGHTS), expected)
+            if is_finite or not large:
+                self.proof.seams = prove_seams(pair.generated, case, expected, implementations, training=self.training)
                 return
-            expected = self.run(case)
-            self.proof.seams = prove_again(pair.generated, case, expected, self.proof.seams, training=self.training)
+        self.proof.left_out[LARGE_WEIGHTS] = "upstream's own loss or logits are not finite."
+        self.prove_seams(case, implementations, large=False)
 
     def run_in_bf16(self, case: Case, config: PreTrainedConfig) -> None:
         """The case in bf16, from the same weights."""

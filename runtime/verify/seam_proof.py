@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -88,22 +88,6 @@ def prove_seams(
         else SeamResult(seam, implementation, ABSENT)
         for seam, implementation in requested
     ]
-
-
-def prove_again(
-    model: nn.Module, case: Case, expected: Step, results: list[SeamResult], *, training: bool = True
-) -> list[SeamResult]:
-    """The results, where those that passed are compared on another case as well: the worse of both."""
-    again = []
-    for before in results:
-        if before.status == PASSED:
-            now = _prove_implementation(model, case, expected, before.seam, before.implementation, training=training)
-            reason = f"case {case.name}: {now.reason}" if now.reason else ""
-            differences = {"loss": before.loss.worst(now.loss), "gradient": before.gradient.worst(now.gradient)}
-            again.append(replace(before, status=now.status, reason=reason, **differences))
-        else:
-            again.append(before)
-    return again
 
 
 def _prove_implementation(

@@ -155,11 +155,6 @@ def without_labels(rows: Mapping[str, Any]) -> Batch:
     return {name: value for name, value in rows.items() if name not in ("labels", "shift_labels")}
 
 
-def shifted_labels(rows: Mapping[str, Any]) -> Tensor:
-    """Labels `(B, S)` of a caller's own: of the token after the next one, which no shift of `labels` gives."""
-    return rows["labels"].roll(-2, dims=1)
-
-
 def num_labels(rows: Mapping[str, Any]) -> int:
     """The number of labels that are targets; the first of a row is none."""
     return int((rows["labels"][:, 1:] != IGNORED).sum())

@@ -106,11 +106,14 @@ def test_steps_choose_what_the_first_one_chose():
     with choices:
         assert scores.topk(2).indices.tolist() == [[2, 1]]
         assert torch.argmax(scores, dim=-1).tolist() == [2]
+        assert scores.max(dim=-1).indices.tolist() == [2]
     with choices:
         values, indices = torch.topk(others, 2)
         assert (values.tolist(), indices.tolist()) == ([[4.0, 2.0]], [[2, 1]])
         assert others.argmax(dim=-1).tolist() == [2]
-        assert others.max(dim=-1).indices.tolist() == [0], "a choice that the first step did not make"
+        assert others.sort(dim=-1).indices.tolist() == [[1, 2, 0]], "a choice that the first step did not make"
+        assert not choices.differs
+        assert others.max(dim=-1).indices.tolist() == [0] and choices.differs, "a maximum is only compared"
     assert others.topk(2).indices.tolist() == [[0, 2]]
 
 

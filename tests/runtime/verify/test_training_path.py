@@ -81,7 +81,7 @@ def test_upstreams_own_code_trains_as_upstream(tmp_path):
     assert path.reason == ""
     names = [check.name for check in path.checks]
     packed = ["causality", "plain", "leak", "packed", "padded right", "padded left", "chunks", "accumulation"]
-    assert names == [*packed, "other caller", "large weights", "bf16"]
+    assert names == [*packed, "large weights", "bf16"]
     assert path.attention == path.compared_attention
 
 
