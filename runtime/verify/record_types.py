@@ -154,7 +154,7 @@ class KindRecord(TypedDict):
 
 
 class CheckRecord(TypedDict):
-    """The relative differences of a check of the training path."""
+    """The relative differences of a check of the training path; in bf16 those from upstream's step in fp32."""
 
     loss: str
     logits: str
@@ -210,6 +210,10 @@ class ProofFacts(TypedDict):
     foreign_classes: list[str]
     failures: list[str]
     training: TrainingRecord | None
+    left_out: NotRequired[dict[str, str]]
+    """Cases that upstream's own class cannot compute, and why."""
+    changed_inputs: NotRequired[list[str]]
+    """Names of tensors that a step changes in its caller's batch, upstream as well as generated."""
     not_run: NotRequired[list[str]]
     """Lines in functions of the generated file that no part of the proof ran, as "12" or "15-18"."""
 

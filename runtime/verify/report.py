@@ -65,6 +65,10 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
         console.print(f"upstream's config refuses the variant {variant}: {reason}", style="yellow", markup=False)
     for name, reason in proof.refused_inputs.items():
         console.print(f"upstream refuses the input {name}: {reason}", style="yellow", markup=False)
+    for name, reason in proof.left_out.items():
+        console.print(f"not compared: case {name}: {reason}", style="yellow", markup=False)
+    for name in proof.changed_inputs:
+        console.print(f"a step changes its caller's '{name}' in place, as upstream's does", style="yellow")
     for kind, reason in proof.not_compared.items():
         console.print(f"not compared: {kind}: {reason}", style="red", markup=False)
     for name in proof.foreign_classes:
@@ -172,6 +176,10 @@ def proof_record(proof: Proof) -> ProofFacts:
         "failures": proof.failures,
         "training": training_record(proof.training) if proof.training is not None else None,
     }
+    if proof.left_out:
+        record["left_out"] = proof.left_out
+    if proof.changed_inputs:
+        record["changed_inputs"] = list(proof.changed_inputs)
     if proof.not_run:
         record["not_run"] = list(proof.not_run)
     return record
