@@ -161,7 +161,7 @@ def sweep_ranks(
         rows.setdefault(place, row(place[1], GENERATED, "not swept in one process", family=of_family))
     wanted = [place for place in places if records.needs_ranks(rows[place])]
     current = records.current_digests([rows[place] for place in wanted], release, jobs=2)
-    tasks = []
+    tasks: list[parallel_coverage.Task] = []
     for place in wanted:
         todo = {
             name: layout
