@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 ALLOW_VARIABLE = "PATCHGEN_ALLOW_TRANSFORMERS"
+PROVEN_IN_ONE_PROCESS = ("proven", "proven, one rank only", "proven, without ep", "proven, without sp")
+"""The statuses of `verify/verdict.py` of a file that is proven in one process, whatever it does on two ranks."""
 
 
 class ReleaseMismatch(ImportError):
@@ -58,7 +60,7 @@ def proven_separation(model_class: type) -> Any:
     for cls in model_class.__mro__:  # FSDP2 derives a class from the generated one
         file = getattr(sys.modules.get(cls.__module__), "__file__", None)
         if file is not None and (proof := _proof_of(Path(file))):
-            is_proven = proof.get("status") == "proven"
+            is_proven = proof.get("status") in PROVEN_IN_ONE_PROCESS
             return (proof.get("training") or {}).get("separates_documents") if is_proven else None
     return None
 

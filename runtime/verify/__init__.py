@@ -23,6 +23,7 @@
 | `training_path.py` | the same with the attention, kernels and batches of a run, with `training_checks.py` |
 | `observe/` | what a step reads, computes from lengths and keeps, and the layouts that this leaves |
 | `verify_model.py` | one model with all its variants: `verify_model("qwen3_moe")` |
+| `two_ranks.py` | a class on two ranks: FSDP2, shared experts, a shared sequence; `parallel_coverage.py` sweeps over types |
 | `media_ranks.py` | one model on gloo ranks (`ranks.py`) against upstream's on one (`reference_model.py`) |
 | `mutants.py` | verdicts on changed upstream sources, with `mutants_on_ranks.py` |
 | `report.py` | the table and `verify.json` |

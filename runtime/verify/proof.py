@@ -10,7 +10,8 @@ Everything is compared in fp32, with eager attention and experts, from the same 
     extremes     one case with large weights in the eager form, too, and one in bf16 (`bf16.py`)
     round trip   each loads the checkpoint that the other saved, completely
 
-The path of a training run, with its own attention, kernels and packed rows, is compared in `training_path.py`.
+The path of a training run, with its own attention, kernels and packed rows, is compared in `training_path.py`, and the class
+on two ranks in `two_ranks.py`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from patchgen.runtime.verify.training_path import TrainingPath
+    from patchgen.runtime.verify.two_ranks import LayoutResult
 
 REORDERING_TOLERANCE = 1e-6
 """The relative difference that passes where a list of experts became stacks, since one matrix product computes what two did;
@@ -105,6 +107,8 @@ class Proof:
     """Config fields with a large value that no rule covers: they kept upstream's value."""
     training: TrainingPath | None = None
     """The comparison on the training path; None if there was none."""
+    two_ranks: Mapping[str, LayoutResult] | None = None
+    """The comparison on two ranks, by layout; None if there was none."""
     executed_lines: set[int] = field(default_factory=set)
     """Lines of the generated file that ran when it was built and in its cases."""
     not_run: tuple[str, ...] = ()
