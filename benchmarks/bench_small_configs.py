@@ -136,7 +136,7 @@ def why_not_run(model_type: str, config: PreTrainedConfig) -> str:
     try:
         with torch.no_grad():
             model = build_model(model_class, config)
-            model(**text_cases(config, model_class)[0].batch)
+            model(**text_cases(config, model_class)[0].batch, use_cache=False)
     except UPSTREAM_REFUSALS as error:
         return " ".join(f"{type(error).__name__}: {error}".split())
     return ""
@@ -160,7 +160,7 @@ def variations(config_class: type[PreTrainedConfig]) -> Iterator[tuple[str, Give
         if count > 1:
             yield f"{count} layers, as many ends", layers | {"eos_token_id": list(range(1, count + 1))}
     few = {own["num_hidden_layers"]: 3}
-    heads = getattr(default, "num_attention_heads", None)
+    heads = vars(default).get(own["num_attention_heads"])
     if has("num_key_value_heads") and type(heads) is int:
         for count in dict.fromkeys((1, heads)):
             yield f"{count} key/value heads", few | {own["num_key_value_heads"]: count}
@@ -192,7 +192,7 @@ def variations(config_class: type[PreTrainedConfig]) -> Iterator[tuple[str, Give
             yield f"{name} once", {own["num_hidden_layers"]: len(kinds), name: kinds}
 
 
-COMMON = ("num_hidden_layers", "num_key_value_heads", "vocab_size", "sliding_window")
+COMMON = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "sliding_window")
 
 if __name__ == "__main__":
     main()

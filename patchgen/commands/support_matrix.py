@@ -26,7 +26,7 @@ NOT_MEASURED = "not measured"
 
 def support_matrix() -> str:
     """The text between the markers, from the records alone."""
-    ranks_by_type = {row["model_type"]: row.get("ranks", {}) for row in _text_rows()}
+    ranks_by_type = {row["model_type"]: records.ranks_of(row) for row in _text_rows()}
     results_by_model = {name: rank_results(CommittedModel(name)) for name in committed()}
     text_cells = {
         name: {label: _cell(ranks.get(layout)) for layout, label in LAYOUTS.items()}

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from patchgen.runtime.compatibility import why_not_in_layout
 from patchgen.runtime.parallel import token_types
 from patchgen.runtime.parallel.batch_fields import IGNORED, RULES, rule_of
 
@@ -58,12 +59,15 @@ def slice_batch(
 
     Raises:
         ValueError: there are no tokens, a slice of a batch with grids has no positions and no model to compute them, documents
-            do not match the positions or the batch, token types do not match the tokens, or a mask cannot be sliced.
+            do not match the positions or the batch, token types do not match the tokens, a mask cannot be sliced, or by the proof
+            of its file the model does not bear slices.
     """
     out = dict(batch)
     tokens = out.get("input_ids", out.get("inputs_embeds"))
     if tokens is None:
         raise ValueError(f"The batch has neither input_ids nor inputs_embeds, only {sorted(batch)}.")
+    if model is not None and (reason := why_not_in_layout(type(model), ranks=sp, sp=sp)):
+        raise ValueError(f"{type(model).__name__}: {reason}")
     B, S = tokens.shape[:2]
     padding = -S % sp
     built_mask = _pop_built_mask(out, B, S, is_sliced=sp > 1)

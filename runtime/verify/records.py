@@ -22,6 +22,7 @@ from patchgen import __version__, provenance, upstream
 from patchgen.commands.examination import FAILED, PROVEN, TEXT, generated_digest, set_worker_environment
 from patchgen.runtime.verify import source_closure, source_keys
 from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, CommittedModel, page_of, records_folder
+from patchgen.runtime.verify.observe.facts import from_records, reason_against
 from patchgen.templates import render
 
 if TYPE_CHECKING:
@@ -72,7 +73,18 @@ def page(key: Mapping[str, str], rows: list[CoverageRow]) -> str:
     """The text of `coverage.md`, from the record alone."""
     older = [row["model_type"] for row in rows if not _was_made_by(row, key)]
     layouts = sorted({layout for row in rows for layout in row.get("ranks", {})}, reverse=True)
-    return render("coverage.jinja", key=key, rows=rows, older=older, layouts=layouts)
+    judged = [{**row, "ranks": ranks_of(row)} if row.get("ranks") else row for row in rows]
+    return render("coverage.jinja", key=key, rows=judged, older=older, layouts=layouts)
+
+
+def ranks_of(row: CoverageRow) -> dict[str, RankCell]:
+    """The comparisons of a row on ranks. A run refuses what was observed in steps whatever was compared, so a cell does, too."""
+    facts = from_records((row.get("training") or {}).get("observed", ()))
+    cells: dict[str, RankCell] = {}
+    for layout, cell in row.get("ranks", {}).items():
+        against = reason_against(facts, ranks=2, sp=2 if layout == "sp2" else 1)
+        cells[layout] = {**cell, "reason": f"refused: {against}"} if against and not cell["reason"] else cell
+    return cells
 
 
 # ------------------------------------------------------------------------------------------------------ keys
