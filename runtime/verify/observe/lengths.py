@@ -26,7 +26,7 @@ from patchgen.runtime.verify.observe.places import Source
 
 LENGTHS = (*range(2, 66), *(2**power for power in range(7, 21)))
 """For which outcomes of comparisons are computed."""
-OTHER_POSITIONS = (-1, 2**24)  # a number of tokens follows from them: none, and more than any limit
+OTHER_POSITIONS = (-1, 2**20)  # a number of tokens follows from them: none, and more than limits are
 EFFECT = "it is computed from the length of this rank's tokens"
 OF_SIZES = ("__get__", "size", "__len__", "numel", "nelement")
 _SHAPES = """
