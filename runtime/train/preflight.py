@@ -45,10 +45,10 @@ from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.observe.facts import Fact, from_records, reason_against
 from patchgen.runtime.verify.ranks import CaseFailed
-from patchgen.runtime.verify.shrink import shrink, with_dropout
+from patchgen.runtime.verify.shrink import shrink, why_padding_has_no_row, with_dropout
 from patchgen.runtime.verify.slices import refusal_on_ranks
-from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS, small_config
-from patchgen.runtime.verify.training_path import cpu_attention, find_attention_kinds, prove_training_path
+from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS, SmallConfigError, small_config
+from patchgen.runtime.verify.training_path import cpu_attention, prove_training_path
 from patchgen.runtime.verify.two_ranks import compare_on_two_ranks
 from patchgen.runtime.verify.verify_model import judge
 
@@ -105,6 +105,8 @@ def decide_trainable(recipe: Recipe, world: int = 1) -> Recipe:
         raise RecipeError(
             f"train.batches_per_step = {recipe.train.batches_per_step}, parallel.sp = {recipe.parallel.sp}: {reason}"
         )
+    if reason := why_padding_has_no_row(_head_and_config(recipe)[1]):
+        raise RecipeError(f"model.source = '{recipe.model.source}': {reason}")
     decision = examine(recipe)
     if decision.refusal:
         raise RecipeError(f"model.source = '{recipe.model.source}': {decision.refusal}")
@@ -135,7 +137,7 @@ def decide_trainable(recipe: Recipe, world: int = 1) -> Recipe:
 def _refusal_on_ranks(recipe: Recipe, attention_name: Names, *, shares_sequence: bool) -> str:
     """Why the model, shrunk, refuses several ranks or sequence slices with the run's attention; "" if it does not."""
     head, config = _head_and_config(recipe)
-    attention_name = cpu_attention(attention_name, find_attention_kinds(head, config), config)
+    attention_name = cpu_attention(attention_name, attention_choice.kinds_of(head, config), config)
     attention.register()
     small = _shrunk_config(head, config)
     model = head._from_config(small, attn_implementation=attention_name, dtype=torch.float32)
@@ -320,7 +322,10 @@ def _has_current_attention(recorded: TrainingRecord, config_class: type[PreTrain
 
 def _is_default(config: PreTrainedConfig) -> bool:
     """Whether a config shrinks to the one that its type was proven with."""
-    return shrink(config).config.to_dict() == small_config(type(config)).config.to_dict()
+    try:
+        return shrink(config).config.to_dict() == small_config(type(config)).config.to_dict()
+    except SmallConfigError:  # told by `_shrunk_config`
+        return False
 
 
 def _shrunk_config(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:

@@ -121,7 +121,13 @@ def drawable_ids(config: PreTrainedConfig) -> list[int]:
     text = config.get_text_config(decoder=True)
     vocab = min(vars(text).get(type(text).attribute_map.get("vocab_size", "vocab_size")) or sizes.VOCAB, sizes.VOCAB)
     special = set(special_ids(config))
-    return [token for token in range(1, vocab - sizes.NUM_RESERVED_IDS) if token not in special]
+    ids = [token for token in range(1, sizes.first_reserved_id(vocab)) if token not in special]
+    if not ids:
+        raise ValueError(
+            f"a vocabulary of {vocab} ids with {len(special)} special tokens leaves a proof none to draw: expected ids below "
+            f"{sizes.first_reserved_id(vocab)} that are neither 0 nor special."
+        )
+    return ids
 
 
 def special_ids(config: PreTrainedConfig) -> list[int]:

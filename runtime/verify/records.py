@@ -80,6 +80,17 @@ def page(key: Mapping[str, str], rows: list[CoverageRow]) -> str:
     return render("coverage.jinja", key=key, rows=shown, older=older, layouts=layouts, without=without)
 
 
+def ranks_of(row: CoverageRow) -> dict[str, RankCell]:
+    """The comparisons of a row on ranks. A run refuses what was observed in steps whatever was compared, so a cell does, too."""
+    facts = from_records((row.get("training") or {}).get("observed", ()))
+    cells: dict[str, RankCell] = {}
+    for layout, cell in row.get("ranks", {}).items():
+        against = reason_against(facts, ranks=2, sp=2 if layout == "sp2" else 1)
+        refused = bool(against) and not cell["reason"]
+        cells[layout] = {**cell, "reason": f"{verdict.REFUSED}: {against}"} if refused else cell
+    return cells
+
+
 # ------------------------------------------------------------------------------------------------------ keys
 
 
@@ -152,13 +163,12 @@ def with_ranks(row: CoverageRow) -> CoverageRow:
     """A row with the status that one process and two ranks give it together: only what agrees on both is proven."""
     if row["status"] != PROVEN:
         return row
-    reasons = {layout: cell["reason"] for layout, cell in row.get("ranks", {}).items()}
-    training = row.get("training")
-    observed = from_records(training.get("observed", ())) if training else ()
-    if refusal := reason_against(observed, ranks=2, sp=1):
-        reasons["fsdp2"] = f"{verdict.REFUSED}: {refusal}"
-    found = verdict.on_two_ranks({"fsdp2": NOT_COMPARED, **reasons})
-    return {**row, "status": found.status, "reason": found.reason}
+    cells = ranks_of(row)
+    observed = from_records((row.get("training") or {}).get("observed", ()))
+    refusal = reason_against(observed, ranks=2, sp=1)
+    reasons = {"fsdp2": f"{verdict.REFUSED}: {refusal}" if refusal else NOT_COMPARED}
+    found = verdict.on_two_ranks(reasons | {layout: cell["reason"] for layout, cell in cells.items()})
+    return {**row, "ranks": cells, "status": found.status, "reason": found.reason}
 
 
 def needs_ranks(row: CoverageRow) -> bool:

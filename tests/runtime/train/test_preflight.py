@@ -17,7 +17,7 @@ from transformers import BartForConditionalGeneration, LlamaConfig, LlamaForCaus
 from patchgen import pipeline, provenance, upstream
 from patchgen.commands import training
 from patchgen.errors import ConfigError
-from patchgen.runtime import launch, ops, registry
+from patchgen.runtime import attention, launch, ops, registry
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train import preflight
 from patchgen.runtime.train.recipe import ModelConfig, RecipeError, from_dict
@@ -225,6 +225,21 @@ def test_options_that_no_small_model_takes_are_told_of():
     ):
         small = preflight._shrunk_config(LlamaForCausalLM, config)
     assert small.hidden_act == LlamaConfig().hidden_act
+
+
+def test_a_padding_token_without_a_row_is_refused_in_one_sentence(home, tmp_path):
+    recipe = from_dict(recipe_of("llama", tmp_path / "run", overrides={"vocab_size": 100, "pad_token_id": 100}))
+    with pytest.raises(RecipeError, match="'llama': pad_token_id = 100 has no row in the embeddings: .* 100 tokens"):
+        preflight.decide_trainable(recipe)
+
+
+def test_without_a_small_form_each_layer_is_taken_to_need_every_feature():
+    config = LlamaConfig(num_hidden_layers=1, vocab_size=16, eos_token_id=list(range(8, 16)))
+    head = registry.find_head(config)
+    assert not preflight._is_default(config)
+    with pytest.warns(UserWarning, match="No small form of this config runs .*more than 7 special tokens"):
+        kinds = preflight.attention_choice.kinds_of(head, config)
+    assert {kind.features for kind in kinds} == {attention.FEATURES}
 
 
 def test_a_verdict_that_cannot_be_kept_is_told_of(tmp_path, monkeypatch):
