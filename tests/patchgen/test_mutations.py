@@ -162,8 +162,7 @@ def test_every_pass_that_rewrites_a_site_has_a_mutation():
     """The lint reports and rewrites nothing; hand edits have a file of tests.
 
     What a release filters by itself, towers without input, and values that a collator may hand in are changed in
-    test_media_passes.py; heads asked for by name in passes/test_generic_heads.py,
-    branches of tokens in passes/test_sequence_forms.py.
+    test_media_passes.py; heads asked for by name in passes/test_generic_heads.py.
     """
     assert {kind.name for kind in PASSES} - {case.target for case in (*ALL, *FORMULAS)} == {
         "attention_kwargs",
@@ -172,5 +171,4 @@ def test_every_pass_that_rewrites_a_site_has_a_mutation():
         "hand_edits",
         "host_sync_lint",
         "host_values",
-        "uneven_branches",
     }

@@ -363,28 +363,6 @@ def test_a_scan_by_another_product_refuses_slices():
     assert "ops.refuse_slices(" in pipeline.generate(edited(load("nemotron_h"), *SCAN)).text
 
 
-AGREED = ":= ops.tokens_of_any_rank("
-REFUSED = "ops.refuse_uneven_ranks("
-TEST = "if moe_mm_token_type_ids is not None and moe_mm_token_type_ids.any():"
-RESULT = "        return final_hidden_states, router_logits\n\n\nclass Ernie4_5_VLMoeDecoderLayer("
-
-
-@pytest.mark.parametrize(
-    ("edits", "expected"),
-    [
-        ([("# Run moe on each modality", "# Each modality has experts of its own")], AGREED),
-        ([("moe_mm_token_type_ids", "kinds")], AGREED),
-        ([(TEST, "if moe_mm_token_type_ids is not None and moe_mm_token_type_ids.bool().any():")], REFUSED),
-        ([(RESULT, f"        self.last = moe_mm_token_type_ids\n{RESULT}")], REFUSED),
-    ],
-    ids=["upstream's", "renamed", "another test", "read behind the branch"],
-)
-@pytest.mark.sampled(3)
-def test_experts_that_some_ranks_tokens_skip_run_on_all_ranks_or_are_refused_on_several(edits, expected):
-    found = pipeline.generate(edited(load("ernie4_5_vl_moe"), *edits)).text
-    assert (AGREED in found, REFUSED in found) == (expected == AGREED, expected == REFUSED)
-
-
 RULE = """
 def rule(query, key, value, g, beta, chunk_size=64):
     {}
