@@ -69,11 +69,11 @@ def describe(node: ast.ClassDef, local_classes: Container[str], resolve: Resolve
 
 
 def setup_calls(info: ClassInfo) -> list[str]:
-    """The methods that `__init__` calls without arguments, for what they set: `self._setup_experts()`."""
+    """The methods that `__init__` calls for what they set: `self._setup_experts()`."""
     init = info.methods.get("__init__")
     values = [statement.value for statement in init.body if isinstance(statement, ast.Expr)] if init else []
-    plain = [value for value in values if isinstance(value, ast.Call) and not all_arguments(value)]
-    return [name for call in plain if (name := own_attribute(call.func)) in info.methods]
+    names = [own_attribute(value.func) for value in values if isinstance(value, ast.Call)]
+    return [name for name in names if name in info.methods]
 
 
 def auto_class(meaning: str | None) -> str:

@@ -11,7 +11,7 @@ from patchgen.anatomy.classes import uses
 from patchgen.anatomy.expert_lists import BIAS, ExpertList, ExpertLoop, branch_of, read_expert_list, statement_at
 from patchgen.anatomy.experts import read_experts
 from patchgen.anatomy.initialisation import METHOD, LinearInit, initialising_classes, read_linear_init
-from patchgen.errors import PassMismatch
+from patchgen.errors import LeftAlone, PassMismatch
 from patchgen.passes.base import AlreadyDone, Example, Hit, Missed, Outcome, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import Editor, append_method, at_end, format_code, insert_first, with_torch
 from patchgen.source import Block, Module
@@ -32,7 +32,9 @@ class StackedExperts(SitePass):
     purpose = (
         "Experts are stacked weights; lists of expert modules become stacks, with initialisation and checkpoints."
     )
-    expects = "one hit per list of experts; experts that upstream stacks are upstream's"
+    expects = (
+        "one hit per list of experts of a known form; experts that upstream stacks are upstream's, others are notes"
+    )
     role = Role.EXPERTS
     EXAMPLES = (
         Example('''a list of modules becomes two stacks, its loop one call
@@ -105,6 +107,12 @@ class StackedExperts(SitePass):
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | AlreadyDone:
         info = anatomy.classes[site.block]
+        try:
+            return self._stacked(block, info, anatomy)
+        except Missed as miss:
+            raise LeftAlone(f"{info.name}: experts of no known form, left as they are: {miss}") from miss
+
+    def _stacked(self, block: Block, info: ClassInfo, anatomy: Anatomy) -> Rewritten | AlreadyDone:
         if Role.EXPERTS in info.roles:
             if read_experts(anatomy, info.name).is_transposed:
                 return AlreadyDone(
