@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
@@ -256,6 +256,19 @@ def stored(*code: ast.AST) -> list[str]:
     """The names that code binds or deletes."""
     nodes = (node for part in code for node in walk(part))
     return [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store | ast.Del)]
+
+
+def stored_names(node: ast.AST, among: Collection[str]) -> set[str]:
+    """The names of `among` that code assigns or may change in place."""
+    names: set[str] = set()
+    for child in walk(node):
+        if isinstance(child, ast.Attribute | ast.Subscript) and isinstance(child.ctx, ast.Store | ast.Del):
+            names.add(base_name(child))
+        elif isinstance(child, ast.Call) and is_in_place(child.func):
+            names.add(base_name(child.func))
+        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):  # called for what it changes
+            names |= set(loaded(child.value))
+    return (names | set(stored(node))).intersection(among)
 
 
 def loaded(*code: ast.AST) -> list[str]:

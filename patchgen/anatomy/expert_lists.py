@@ -21,6 +21,7 @@ from patchgen.anatomy.classes import (
     parameter_names,
     setup_calls,
     stored,
+    stored_names,
     uses,
     walk,
 )
@@ -29,7 +30,6 @@ from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.interpreter import ExpertCall, Interpreter, Term
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import LINEAR, LIST, is_gated_mlp
-from patchgen.anatomy.tokenwise import stored_names
 from patchgen.errors import Missed
 
 NO_BIAS, BIAS, CONFIGURED_BIAS = "no", "yes", "as the config says"
