@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
+from patchgen.anatomy.assignments import values_in
 from patchgen.anatomy.classes import (
     FunctionNode,
     arguments,
@@ -31,7 +32,6 @@ from patchgen.anatomy.library_losses import library_form
 from patchgen.anatomy.loss_terms import LossTerms, is_number
 from patchgen.anatomy.names import local_names, uses_name
 from patchgen.anatomy.own_losses import ALIGNED, OwnLoss, read_own_loss
-from patchgen.anatomy.state_changes import values_in
 from patchgen.anatomy.tokenwise import mixing, stored_names
 from patchgen.errors import Missed
 from patchgen.rewrite import Editor

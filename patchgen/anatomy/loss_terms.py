@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Container, Iterator, Sequence
 
 from patchgen.anatomy import known
+from patchgen.anatomy.assignments import ASKED, values_in
 from patchgen.anatomy.classes import (
     FunctionNode,
     arguments,
@@ -27,7 +28,7 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.hooks import GRADIENT_HOOKS, hooks
 from patchgen.anatomy.names import is_of_config, local_names
-from patchgen.anatomy.state_changes import ASKED, CASTS, StateChanges, derived_from, flags, values_in
+from patchgen.anatomy.state_changes import CASTS, StateChanges, derived_from, flags
 
 SHARES = "ops.router_loss"
 STATE = "changes self for the next call, on each rank alone"

@@ -9,6 +9,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import TypeGuard
 
 from patchgen.anatomy import known
+from patchgen.anatomy.assignments import SHARING, value_pairs, values_in
 from patchgen.anatomy.classes import (
     FunctionNode,
     all_arguments,
@@ -21,16 +22,12 @@ from patchgen.anatomy.classes import (
     parameter_names,
     parameters,
     stored,
-    targets,
     walk,
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import Names, is_of_config
 
 CASTS = ("to", "float", "double", "half", "bfloat16", "type_as")
-# Attributes and methods that tell what a tensor looks like, not its values.
-ASKED, ASKED_BY_CALL = ("device", "dtype", "shape"), ("size", "dim", "numel", "get_device")
-SHARING = ("detach", "view", "view_as", "squeeze", "unsqueeze")  # methods whose result shares the tensor's memory
 BODIES = ast.stmt | ast.ExceptHandler | ast.match_case
 DEFAULT = re.compile(r"(\w+) = \1 if \1 is not None else self\.config(\.\w+)+")
 
@@ -207,28 +204,6 @@ def in_order(
         yield from in_order(otherwise, (*conditions, *(ast.UnaryOp(ast.Not(), test) for test in asked)))
 
 
-def value_pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """(target, value) of an assignment or loop; of a tuple of targets each with its element, or else with the whole value."""
-
-    def parts(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
-        if not isinstance(target, ast.Tuple | ast.List):
-            yield target, value
-            return
-        values = value.elts if isinstance(value, ast.Tuple | ast.List) else []
-        is_starred = any(isinstance(part, ast.Starred) for part in (*values, *target.elts))
-        is_alike = len(values) == len(target.elts) and not is_starred
-        for place, one in enumerate(target.elts):
-            yield from parts(one, values[place] if is_alike else value)
-
-    match node:
-        case ast.Assign() | ast.AnnAssign(value=ast.expr()) | ast.AugAssign() | ast.NamedExpr():
-            assert node.value is not None
-            for target in targets(node):
-                yield from parts(target, node.value)
-        case ast.For(target, value):
-            yield from parts(target, value)
-
-
 def derived_from(names: Names, function: FunctionNode, data: set[str]) -> set[str]:
     """`data`, and the names and attributes (`self.load`) of a function whose values are computed from it."""
     pairs = [pair for node in walk(function) for pair in value_pairs(node)]
@@ -251,28 +226,6 @@ def _uncast(value: ast.expr) -> ast.expr:
 
 def _indices(target: ast.expr) -> Iterator[ast.expr]:
     return (node.slice for node in walk(target) if isinstance(node, ast.Subscript))
-
-
-def values_in(names: Names, *nodes: ast.AST) -> set[str]:
-    """The names and attributes (`self.load`) whose values code reads, rather than only shape, dtype or whether it is None."""
-    found: set[str] = set()
-    for node in nodes:
-        match node:
-            case ast.Attribute(attr=name) if name in ASKED:
-                continue
-            case ast.Call(ast.Attribute(attr=name)) if name in ASKED_BY_CALL:
-                continue
-            case ast.Call(function) if names.resolve(function) == "builtins.len":
-                continue
-            case ast.Compare(ops=[ast.Is() | ast.IsNot()]):
-                continue
-            case ast.Name(name):
-                found.add(name)
-            case ast.Attribute() if attribute := own_attribute(node):
-                found.add(f"self.{attribute}")
-            case _:
-                found |= values_in(names, *ast.iter_child_nodes(node))
-    return found
 
 
 def flags(forward: FunctionNode) -> set[str]:

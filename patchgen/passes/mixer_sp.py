@@ -10,7 +10,6 @@ from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, load
 from patchgen.anatomy.convolutions import built_convolutions, convolutions
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import HAND_WRITTEN, attention_of_torch
-from patchgen.anatomy.sequence_loops import carrying_loop
 from patchgen.anatomy.sequence_operations import (
     CONVOLUTION,
     DELTA_RULE,
@@ -67,7 +66,7 @@ class MixerSP(SitePass):
         ]
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """What this pass does not serve: loops along the sequence, direct calls of torch's attention, hand-written attention."""
+        """What this pass does not serve: direct calls of torch's attention, hand-written attention."""
         known = {site.block for site in self.sites(module, anatomy)}
         language = language_model_classes(anatomy)
         remarks: list[str] = []
@@ -77,16 +76,6 @@ class MixerSP(SitePass):
             attention_remark = _own_attention(info, anatomy)
             if attention_remark:
                 remarks.append(f"{info.name}: {attention_remark}")
-            if anatomy.method(info.name, "forward") is None or anatomy.is_model(info.name):
-                continue  # without a forward it is a cache; the loop of a model is over its layers
-            if {Role.EXPERTS, Role.EXPERT_LIST, Role.MOE_BLOCK} & set(info.roles):
-                continue  # their loops are over experts
-            for name, method in info.methods.items():
-                place = f"{info.name}.{name}"
-                code = {place: method} if name != "__init__" else {}
-                code |= {f"{place}: {below}": anatomy.functions[below] for below in functions_below(anatomy, method)}
-                loops = {where: carrying_loop(anatomy, function) for where, function in code.items()}
-                remarks += [_not_parallel(where, loop) for where, loop in loops.items() if loop is not None]
         return list(dict.fromkeys(remarks))
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
@@ -132,8 +121,3 @@ def _own_attention(info: ClassInfo, anatomy: Anatomy) -> str:
     forward = anatomy.method(info.name, "forward")
     is_written = forward is not None and forward[0].roles.get(Role.ATTENTION) == HAND_WRITTEN
     return f"{HAND_WRITTEN}, which sees this rank's tokens only: not sequence-parallel" if is_written else ""
-
-
-def _not_parallel(place: str, loop: ast.For | ast.While) -> str:
-    header = ast.unparse(loop).split("\n")[0].removesuffix(":")
-    return f"{place} steps along the sequence (`{header}`): not sequence-parallel"
