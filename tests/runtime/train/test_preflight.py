@@ -127,13 +127,15 @@ def test_what_a_recipe_names_is_what_is_compared(home, tmp_path):
 
 def test_a_loss_that_is_no_sum_of_shares_is_refused_before_any_rank(home, tmp_path, monkeypatch):
     head = registry.find_model("llama").load().LlamaForCausalLM
-    monkeypatch.setattr(head, "local_loss_terms", ("0.1 * z_loss",), raising=False)
+    monkeypatch.setattr(head, "own_loss", ("smoothed(logits, labels)",), raising=False)
     recipe = recipe_of("llama", tmp_path / "run")
-    with pytest.raises(RecipeError, match=r"batches_per_step = 2.*LlamaForCausalLM adds 0\.1 \* z_loss to its loss"):
+    with pytest.raises(
+        RecipeError, match=r"batches_per_step = 2.*LlamaForCausalLM computes a loss of its own, smoothed"
+    ):
         preflight.decide_trainable(from_dict(recipe))
     recipe["train"]["batches_per_step"] = 1
     preflight.decide_trainable(from_dict(recipe))
-    with pytest.raises(RecipeError, match=r"parallel\.sp = 2.*LlamaForCausalLM adds"):
+    with pytest.raises(RecipeError, match=r"parallel\.sp = 2.*LlamaForCausalLM computes"):
         preflight.decide_trainable(from_dict(recipe | {"parallel": {"sp": 2}}))
 
 
