@@ -194,6 +194,10 @@ _OWN_CROSS_ENTROPY = (
     "            shift_labels = labels[..., 1:].contiguous()\n"
     "            loss = nn.CrossEntropyLoss()(shift_logits.view(-1, self.vocab_size), shift_labels.view(-1))",
 )
+_NO_MORE_ARGUMENTS = (
+    "labels=None, **kwargs):",
+    "attention_mask=None, position_ids=None, labels=None, use_cache=None):",
+)
 _DENSE = ("self.moe = ListMoeBlock(config)", DENSE)
 FORMS = {
     "DeepSeek-V2": Form(
@@ -208,7 +212,7 @@ FORMS = {
         ),
         is_trained=False,
     ),
-    "DeepSeek-V2, without auxiliary loss": Form((_ONE_RANK, _OWN_CROSS_ENTROPY)),
+    "DeepSeek-V2, without auxiliary loss": Form((_ONE_RANK, _OWN_CROSS_ENTROPY, _NO_MORE_ARGUMENTS)),
     "DeepSeek's loop and a plain list": Form((_by_choice(),)),
     "Ling, a list that a helper builds": Form((_by_choice("self._setup_experts(config)", HELPER),)),
     "Mixtral": Form((_block(BY_TOKEN),)),

@@ -80,5 +80,5 @@ def test_a_form_is_proven(name: str, tmp_path: Path):
 @pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.has_experts and form.is_trained])
 def test_two_ranks_share_the_experts_of_a_form(name: str, tmp_path: Path, two_ranks):
     model = generated_from(FORMS[name].write(tmp_path))
-    results = media_ranks.verify_on_ranks(model, two_ranks, sp=1, ep=2, fsdp=True, cases=("text", "packed"))
-    assert [(one.case, one.reason) for one in results] == [("text", ""), ("packed", "")]
+    results = media_ranks.verify_on_ranks(model, two_ranks, sp=1, ep=2, fsdp=True, cases=("text",))
+    assert [(one.case, one.reason) for one in results] == [("text", "")]

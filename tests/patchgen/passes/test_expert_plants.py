@@ -115,3 +115,32 @@ TOWERS |= {
 def test_a_tower_that_mixes_rows_is_told(case: str, two_ranks):
     found = judged(changed("", "qwen3_vl", case, TOWERS[case]), pool=two_ranks)
     assert found.kind in (TOLD, NOT_RUN) and found.by in (told.PROOF, told.FACT, told.TWO_RANKS), found
+
+
+RULE = "last_recurrent_state = torch_chunk_gated_delta_rule("
+CONVOLVED = "mixed_qkv = causal_conv1d_fn("
+NET = "class Qwen3NextGatedDeltaNet("
+HIDDEN = {
+    "another name": (
+        (RULE, RULE.replace("torch_chunk_gated_delta_rule", "rule")),
+        (NET, f"rule = torch_chunk_gated_delta_rule\n\n\n{NET}"),
+    ),
+    "a sum along tokens": ((CONVOLVED, f"mixed_qkv = mixed_qkv.cumsum(-1)\n            {CONVOLVED}"),),
+}  # fmt: skip
+
+
+@pytest.mark.slow  # two ranks
+@pytest.mark.parametrize("case", HIDDEN)
+def test_an_operation_along_the_sequence_that_nobody_wraps_is_told(case: str, two_ranks):
+    found = judged(changed("", "qwen3_next", case, *HIDDEN[case]), pool=two_ranks)
+    assert found.kind == TOLD, found
+
+
+SOUND = "        padded_embed = torch.cat(padded_embeds, dim=0)\n"
+
+
+@pytest.mark.slow  # two ranks, sounds
+def test_chunks_of_sound_that_are_mixed_are_told(two_ranks):
+    edit = (SOUND, f"{SOUND}        padded_embed = padded_embed - padded_embed.mean(0)\n")
+    found = judged(changed("", "qwen3_omni_moe", "", edit), pool=two_ranks)
+    assert found.kind == TOLD, found
