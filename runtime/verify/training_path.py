@@ -152,6 +152,24 @@ def prove_training_path(
     )
 
 
+def observed_facts(
+    upstream_class: type[PreTrainedModel],
+    generated_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    *,
+    media: bool = True,
+) -> tuple[Fact, ...]:
+    """What is observed in steps of the generated class, without comparing them; arguments as of `prove_training_path`."""
+    attention.register()
+    config = _without_router_loss(config)
+    comparison = _build_comparison(upstream_class, generated_class, config, media)
+    comparison, kinds = attention_requirements(comparison, config, {})
+    comparison.compared_attention = cpu_attention(attention_kinds.choose(kinds, config), kinds, config)
+    with single_rank() as comparison.state:
+        facts, _ = observer.facts_of(comparison)
+    return observer.on_slices(comparison, facts)
+
+
 def _build_comparison(
     reference_class: type[PreTrainedModel],
     generated_class: type[PreTrainedModel],

@@ -81,6 +81,18 @@ def verify_model(
     return proof
 
 
+def prove_classes(
+    upstream_class: type[PreTrainedModel],
+    generated_class: type[PreTrainedModel],
+    *,
+    variants: Iterable[str] | None = None,
+    implementations: Collection[str] | None = None,
+) -> Proof:
+    """The proof of a class against any other, without the names, hashes and lines of a record; the rest as `verify_model`."""
+    selected = tuple(variants) if variants is not None else _variants(upstream_class)
+    return _over_variants((upstream_class, generated_class), selected, implementations, training_path=True)
+
+
 def _over_variants(
     pair: tuple[type[PreTrainedModel], type[PreTrainedModel]],
     selected: Iterable[str],
