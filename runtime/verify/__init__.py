@@ -11,12 +11,14 @@
 | file | does |
 | --- | --- |
 | `small_config.py` | a small config from any config class, with `small_*.py` and the rules of `field_*.py` |
-| `inputs.py` | the fixed text inputs: plain, padded, packed |
+| `inputs.py` | the fixed text inputs: plain, padded, packed, and the batch of another caller than patchgen's trainer |
 | `multimodal_inputs.py` | batches with images, videos and audio, with `media_samples.py`, `media.py` |
 | `model_pair.py` | builds both models with the same weights and compares their structure |
 | `correspondence.py` | upstream's tensors by our names: lists of experts become stacks |
 | `comparison.py` | one training step, and the differences between two |
 | `conditioning.py` | how far rounding alone moves a step |
+| `large_weights.py` | weights of experts, MLPs and the head on which clamps and caps bite |
+| `bf16.py` | both models in bf16, in units of upstream's own error |
 | `seam_proof.py` | the kernels behind the seams |
 | `round_trip.py` | checkpoints from one class to the other |
 | `proof.py` | puts these together for one config |

@@ -34,8 +34,8 @@ DTYPE = torch.bfloat16
 FACTOR = 3.0
 """Kernels in bf16 are at most 1.7 times as far on the types that were measured, one that rounds its tokens to FP8 3.4 times."""
 EPS = torch.finfo(DTYPE).eps
-OUTPUT_SHARE = 1 / 32
-"""Of a rounding error: a loss is a mean over many tokens, computed in fp32."""
+ROUNDING_SHARE = 1 / 32
+"""Of a rounding error: a loss is a mean over many tokens, computed in fp32, and a gradient a sum over them."""
 MOSTLY_ERROR = 0.5
 
 
@@ -142,8 +142,8 @@ def errors(actual: Step, upstream: Step, exact: Step) -> dict[str, float]:
     """How many times as far from `exact` each output and gradient is as upstream's.
 
     By chance a result of few elements is close to exact: what upstream's gradients are wrong by in the median, relative to their
-    size, and a part of a rounding error of an output, count as upstream's own error everywhere. Where upstream's result is mostly
-    error, nothing is compared.
+    size, and a part of a rounding error of an output, or of the largest gradient, count as upstream's own error everywhere: small
+    gradients are sums that cancel. Where upstream's result is mostly error, nothing is compared.
     """
     gradients = {
         f"gradient of {name}": (actual.gradients.get(name), upstream.gradients.get(name), gradient)
@@ -158,17 +158,19 @@ def errors(actual: Step, upstream: Step, exact: Step) -> dict[str, float]:
     }
     usual = statistics.median(own.values()) if own else 0.0
     compared = {name: results for name, results in gradients.items() if own.get(name, 0.0) <= MOSTLY_ERROR}
-    return {name: _ratio(*results, floor=EPS * OUTPUT_SHARE, smallest=0.0) for name, results in outputs.items()} | {
-        name: _ratio(*results, floor=usual, smallest=smallest) for name, results in compared.items()
+    least = EPS * ROUNDING_SHARE * exact.max_gradient_norm
+    return {name: _ratio(*results, share=EPS * ROUNDING_SHARE, least=0.0) for name, results in outputs.items()} | {
+        name: _ratio(*results, share=usual, least=least) for name, results in compared.items()
     }
 
 
 def _ratio(
-    actual: Tensor | None, upstream: Tensor | None, exact: Tensor | None, *, floor: float, smallest: float
+    actual: Tensor | None, upstream: Tensor | None, exact: Tensor | None, *, share: float, least: float
 ) -> float:
+    """With at least this share of the exact result's norm, and this distance, as upstream's own error."""
     if actual is None or upstream is None or exact is None:
         return 1.0 if (actual is None) == (upstream is None) else math.inf
-    own = max(_distance(upstream, exact), floor * max(_norm(exact), smallest))
+    own = max(_distance(upstream, exact), share * _norm(exact), least)
     distance = _distance(actual, exact)
     return distance / own if own else 0.0 if distance == 0.0 else math.inf
 

@@ -13,6 +13,8 @@ upstream's class, eager and one document at a time, is compared with the generat
     accumulation   two micro-batches are one step
     media          the same with images, videos and audio, if the model takes them
     router loss    of one row
+    large weights  plain rows, with weights on which clamps and caps bite (`large_weights.py`)
+    bf16           plain rows, in units of upstream's own error in bf16 (`bf16.py`)
 
 The checks are in `training_checks.py`. A difference passes below `TOLERANCE`, relative, or if it is at most `ROUNDING_FACTOR`
 times as far as rounding errors in its weights move upstream's own result (`conditioning.py`).
