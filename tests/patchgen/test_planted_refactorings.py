@@ -9,7 +9,6 @@ from generation_cases import anatomy_of, default_config, edited, load
 
 from patchgen import pipeline
 from patchgen.anatomy import Role
-from patchgen.errors import PassMismatch
 
 DOUBLED = "def doubled(function):\n    return lambda *args: 2 * function(*args)\n\n\n"
 OTHER_NORM = "def softer(self, x):\n    return x\n\n\n"
@@ -87,8 +86,6 @@ def test_a_head_that_names_no_loss_takes_that_of_its_class_name():
     one = edited(upstream("eurobert"), (logits, check + logits))
     text = pipeline.generate(one, default_config("eurobert")).text
     assert check in text and 'loss_form = "aligned"' in text
-
-
 
 
 @pytest.mark.parametrize(
