@@ -182,13 +182,14 @@ def _run_batch(model: str, seed: int, count: int, known: frozenset[str], ranks: 
 
 
 def try_mutants(
-    model: str, seed: int, count: int, *, known: Container[str] = (), ranks: bool = False
+    model: str, seed: int, count: int, *, known: Container[str] = (), ranks: bool = False, observes: bool = True
 ) -> Iterator[Row]:
     """The rows of random mutants of a model, until `count` of them have run.
 
     Args:
         known: hashes of mutants to skip.
         ranks: add to the rows of some equal mutants the `subject` that `mutants_on_ranks` compares.
+        observes: whether a fact of an equal mutant's steps tells it.
     """
     import gc
     import warnings
@@ -201,7 +202,7 @@ def try_mutants(
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     origin = upstream.load(model)
-    judge = Judge(origin)
+    judge = Judge(origin, observes=observes)
     lines = judge.executed()
     gc.freeze()
     num_run = num_equal = 0
