@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
+from patchgen.anatomy.assignments import values_in
 from patchgen.anatomy.classes import FunctionNode, arguments, calls, loaded, own_attribute, stored, walk
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.library_losses import library_form
 from patchgen.anatomy.names import local_names, uses_name
 from patchgen.anatomy.own_losses import ALIGNED, OwnLoss, read_own_loss
-from patchgen.anatomy.state_changes import values_in
 from patchgen.errors import Missed
 from patchgen.rewrite import Editor
 

@@ -40,55 +40,10 @@ PRODUCT = "overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.u
 DEFAULT = "        if position_ids is None:\n            past_seen_tokens"
 
 EXPERTS = (
-    changed("fused_experts", "qwen3_moe", "gate and up swapped", (GATE_UP, GATE_UP.replace("gate, up", "up, gate"))),
-    changed("fused_experts", "qwen3_moe", "activation on the other half", (ACTIVATED, "current_hidden_states = gate * self.act_fn(up)")),
-    changed("fused_experts", "qwen3_moe", "sum instead of product", (ACTIVATED, "current_hidden_states = self.act_fn(gate) + up")),
-    changed("fused_experts", "qwen3_moe", "a limit between", (ACTIVATED, "gate = gate.clamp(max=7.0)\n            " + ACTIVATED)),
-    changed("fused_experts", "qwen3_moe", "a limit in place", (ACTIVATED, "gate.clamp_(max=7.0)\n            " + ACTIVATED)),
-    changed("fused_experts", "qwen3_moe", "scaled in place", (ACTIVATED, ACTIVATED + "\n            current_hidden_states *= 2.0")),
-    changed("fused_experts", "qwen3_moe", "a conditional change", (ACTIVATED, ACTIVATED + "\n            if self.training:\n                current_hidden_states = current_hidden_states * 2")),
-    changed("fused_experts", "qwen3_moe", "scaled before the loop", ("final_hidden_states = torch.zeros_like(hidden_states)", "hidden_states = hidden_states * 2\n        final_hidden_states = torch.zeros_like(hidden_states)")),
-    changed("fused_experts", "qwen3_moe", "scaled after the loop", ("        return final_hidden_states\n\n\nclass Qwen3MoeTopKRouter", "        return final_hidden_states * 2\n\n\nclass Qwen3MoeTopKRouter")),
-    *(changed("fused_experts", "qwen3_moe", title, (ZEROS, ZEROS + "\n        " + code)) for title, code in (
-        ("scaled in place before the loop", "hidden_states.mul_(2.0)"),
-        ("an early return", "if top_k_index.numel() == 0:\n            return hidden_states"),
-        ("the weights sorted before the loop", "top_k_index, order = top_k_index.sort()"),
-    )),
-    *(changed("fused_experts", "qwen3_moe", title, edit) for title, edit in (
-        ("a capacity per expert", (HIT, "expert_mask[:, :, self.capacity :] = 0\n            " + HIT)),
-        ("only some of the experts", ("for expert_idx in expert_hit:", "for expert_idx in expert_hit[: self.limit]:")),
-        ("frozen experts", ("if expert_idx == self.num_experts:", "if expert_idx == self.num_experts or expert_idx in self.frozen:")),
-        ("a sum that begins with the tokens", (ZEROS, ZEROS.replace("torch.zeros_like(hidden_states)", "hidden_states.clone()"))),
-        ("ones for zeros", (ZEROS, ZEROS.replace("zeros_like", "ones_like"))),
-        ("other tokens", ("hidden_states[token_idx]", "hidden_states[top_k_pos]")),
-        ("another expert's weight", ("self.down_proj[expert_idx]", "self.down_proj[top_k_pos]")),
-        ("slot and token swapped", ("top_k_pos, token_idx = torch.where", "token_idx, top_k_pos = torch.where")),
-        ("a weight in fp32", ("self.down_proj[expert_idx])", "self.down_proj[expert_idx].float())")),
-        ("tokens in fp32", ("hidden_states[token_idx]", "hidden_states[token_idx].to(torch.float32)")),
-        ("activation in fp32", (ACTIVATED, ACTIVATED.replace("self.act_fn(gate)", "self.act_fn(gate.float())"))),
-        ("routing weights in fp32", ("top_k_weights[token_idx, top_k_pos, None]", "top_k_weights[token_idx, top_k_pos, None].float()")),
-        ("halves of another dimension", (GATE_UP, GATE_UP.replace("dim=-1", "dim=0"))),
-    )),
     changed("fused_experts", "qwen3_moe", "a sum in fp32", (ZEROS, ZEROS.replace("(hidden_states)", "(hidden_states, dtype=torch.float32)")), because="the fused call adds up in fp32 too", gives="ops.fused_moe("),
-    changed("fused_experts", "qwen3_moe", "weights normalised in the experts", ("        for expert_idx in expert_hit:", "        top_k_weights = top_k_weights / top_k_weights.sum(-1, keepdim=True)\n        for expert_idx in expert_hit:")),
-    changed("fused_experts", "qwen3_moe", "no routing weight", ("            current_hidden_states = current_hidden_states * top_k_weights[token_idx, top_k_pos, None]\n", "")),
-    changed("fused_experts", "qwen3_moe", "another bias", ("nn.functional.linear(current_hidden_states, self.down_proj[expert_idx])", "nn.functional.linear(current_hidden_states, self.down_proj[expert_idx], self.shared_bias)")),
-    changed("fused_experts", "qwen3_moe", "a bias by keyword", ("nn.functional.linear(current_hidden_states, self.down_proj[expert_idx])", "nn.functional.linear(current_hidden_states, self.down_proj[expert_idx], bias=self.shared_bias)")),
-    changed("fused_experts", "qwen3_moe", "assignment for addition", (ADDED, "final_hidden_states[token_idx] = current_hidden_states")),
-    changed("fused_experts", "qwen3_moe", "added twice", (ADDED, ADDED + "\n            " + ADDED)),
-    changed("fused_experts", "qwen3_moe", "no loop", ("for expert_idx in expert_hit:", "while (expert_idx := next(iter(expert_hit), None)) is not None:")),
-    changed("fused_experts", "qwen3_moe", "a weight renamed where it is made", ("self.gate_up_proj = nn.Parameter", "self.w13 = nn.Parameter")),
-    changed("fused_experts", "qwen3_moe", "a weight renamed where it is read", ("self.down_proj[expert_idx]", "self.w2[expert_idx]")),
-    changed("fused_experts", "qwen3_moe", "the count of experts renamed", ("        self.num_experts = config.num_experts\n        self.hidden_dim = config.hidden_size\n        self.intermediate_dim", "        self.n = config.num_experts\n        self.hidden_dim = config.hidden_size\n        self.intermediate_dim")),
-    changed("fused_experts", "qwen3_moe", "forward renamed", ("        top_k_index: torch.Tensor,\n", "        top_k_index: torch.Tensor,  # moved\n"), ("    def forward(\n        self,\n        hidden_states: torch.Tensor,\n        top_k_index", "    def run(\n        self,\n        hidden_states: torch.Tensor,\n        top_k_index")),
-    changed("fused_experts", "qwen3_moe", "weights stacked by a function", ("self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))", "self.gate_up_proj = make_stack(config)"), ("@use_experts_implementation\n", "def make_stack(config):\n    return nn.Parameter(torch.empty(1, 2, 3))\n\n\n@use_experts_implementation\n")),
     changed("fused_experts", "qwen3_moe", "the experts' class and its attribute renamed", ("Qwen3MoeExperts", "ManyFeedForwards"), ("self.experts", "self.many"), because="the role is found in the class itself: stacks and a routed loop", gives="fused_moe("),
     changed("fused_experts", "qwen3_moe", "both weights renamed throughout", ("gate_up_proj", "w13"), ("self.down_proj[expert_idx]", "self.w2[expert_idx]"), ("self.down_proj = nn.Parameter", "self.w2 = nn.Parameter"), because="names are read from the code", gives="self.w13,"),
-    changed("fused_experts", "qwen3_moe", "the block's experts moved to another class", ("        self.experts = Qwen3MoeExperts(config)\n", "        self.experts = Qwen3MoeRouted(config)\n"), ("class Qwen3MoeSparseMoeBlock", "class Qwen3MoeRouted(Qwen3MoeExperts):\n    pass\n\n\nclass Qwen3MoeSparseMoeBlock")),
-    changed("fused_experts", "mixtral", "gate and up swapped", (GATE_UP, GATE_UP.replace("gate, up", "up, gate"))),
     changed("fused_experts", "qwen3_omni_moe", "a loop of another form", ("            " + ADDED, "            final_hidden_states = final_hidden_states.index_add(0, token_idx, current_hidden_states)"), because="the sum is the same, by another name", gives="ops.fused_moe("),
-    changed("fused_experts", "gpt_oss", "the biases dropped from the first projection", ("+ self.gate_up_proj_bias[expert_idx]", "+ self.gate_up_proj_bias.mean()")),
-    changed("stacked_experts", "qwen3_moe", "a loop that cannot be read", (GATE_UP, GATE_UP.replace("gate, up", "up, gate"))),
 )  # fmt: skip
 
 HEADS = (
@@ -164,8 +119,6 @@ SEQUENCE = (
     changed("mixer_sp", "qwen3_next", "the delta rule's tokens turned otherwise", ("x.transpose(1, 2).to(torch.float32", "x.transpose(2, 1).to(torch.float32"), because="slices are refused where nothing says that tokens come first", gives="ops.refuse_slices("),
     changed("mixer_sp", "qwen3_next", "a convolution across channels", ("        groups=hidden_size,\n    )[:, :, :seq_len]", "        groups=1,\n    )[:, :, :seq_len]"), because="slices are refused where channels are mixed", gives="ops.refuse_slices("),
     changed("mixer_sp", "qwen3_next", "both functions renamed throughout", ("torch_chunk_gated_delta_rule", "delta"), ("causal_conv1d_fn", "conv"), because="they are read from their bodies", gives="ops.delta_rule("),
-    changed("length_choices", "qwen3_moe", "long sequences scaled", ("        query_states = self.q_norm(", "        if hidden_states.size(1) > 4096:\n            hidden_states = hidden_states * 1.4\n        query_states = self.q_norm("), because="a slice may be shorter where its sequence is longer: refused on slices, unchanged on a whole sequence", gives="ops.refuse_length_choice(\"Qwen3MoeAttention\", \"hidden_states.size(1) > 4096\")"),
-    changed("length_choices", "qwen3_moe", "rotary angles of the largest position", ("        freqs = position_ids[..., None]", "        position_ids = position_ids / (position_ids.max() + 1).clamp(min=4096)\n        freqs = position_ids[..., None]"), because="a slice has another largest position than its sequence: refused on slices, unchanged on a whole sequence", gives="ops.refuse_length_choice(\"Qwen3MoeRotaryEmbedding\", \"position_ids.max()\")"),
     changed("drawn_masks", "deepseek_v4", "the class by an import of its own", ("isinstance(attention_mask, torch.Tensor)", "isinstance(attention_mask, Tensor)"), ("from torch import nn\n", "from torch import Tensor, nn\n"), because="names are resolved", gives="ops.drawn_mask(attention_mask)"),
     changed("drawn_masks", "deepseek_v4", "torch's own question", ("isinstance(attention_mask, torch.Tensor)", "torch.is_tensor(attention_mask)"), because="torch.is_tensor asks the same", gives="ops.drawn_mask(attention_mask)"),
     changed("drawn_masks", "deepseek_v4", "a helper that asks", ("isinstance(attention_mask, torch.Tensor)", "_is_drawn(attention_mask)"), ("class DeepseekV4Attention(", "def _is_drawn(mask):\n    return isinstance(mask, torch.Tensor)\n\n\nclass DeepseekV4Attention("), because="functions of the file are followed", gives="ops.drawn_mask(attention_mask)"),
@@ -203,8 +156,8 @@ CLASSES = (
     changed("absolute_imports", "qwen3_moe", "by a call", ("from ...activations import ACT2FN", 'import importlib\n\nACT2FN = importlib.import_module("...activations", __package__).ACT2FN')),
 )  # fmt: skip
 
-# Formulas that fused_ops does not know stay as upstream has them, with a note: correct, and no default could call them
-# an error (upstream has dozens). The hits that a config pins do.
+# Formulas that no table knows stay as upstream has them, with a note: correct, and no default could call them an error
+# (upstream has dozens). The hits that a config pins do.
 NORM = "return self.weight * hidden_states.to(input_dtype)"
 FORMULAS = (
     changed("fused_ops", "qwen3_moe", "another rotation", ("return torch.cat((-x2, x1), dim=-1)", "return torch.cat((x2, -x1), dim=-1)")),
@@ -217,6 +170,15 @@ FORMULAS = (
     changed("fused_ops", "qwen3_moe", "a norm with a learned epsilon", ("self.norm = Qwen3MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)", "self.norm = Qwen3MoeRMSNorm(config.hidden_size, eps=nn.Parameter(torch.tensor(1e-6)))")),
     changed("fused_ops", "qwen3_moe", "gate and up summed", ("self.act_fn(self.gate_proj(x)) * self.up_proj(x)", "self.act_fn(self.gate_proj(x)) + self.up_proj(x)")),
     changed("fused_ops", "qwen3_moe", "the product taken apart", ("        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))", "        gate = self.act_fn(self.gate_proj(x))\n        down_proj = self.down_proj(gate * self.up_proj(x))")),
+    changed("fused_experts", "qwen3_moe", "gate and up swapped", (GATE_UP, GATE_UP.replace("gate, up", "up, gate"))),
+    changed("fused_experts", "qwen3_moe", "a limit between", (ACTIVATED, "gate = gate.clamp(max=7.0)\n            " + ACTIVATED)),
+    changed("fused_experts", "qwen3_moe", "a limit in place", (ACTIVATED, "gate.clamp_(max=7.0)\n            " + ACTIVATED)),
+    changed("fused_experts", "qwen3_moe", "scaled after the loop", ("        return final_hidden_states\n\n\nclass Qwen3MoeTopKRouter", "        return final_hidden_states * 2\n\n\nclass Qwen3MoeTopKRouter")),
+    changed("fused_experts", "qwen3_moe", "only some of the experts", ("for expert_idx in expert_hit:", "for expert_idx in expert_hit[: self.limit]:")),
+    changed("fused_experts", "qwen3_moe", "activation in fp32", (ACTIVATED, ACTIVATED.replace("self.act_fn(gate)", "self.act_fn(gate.float())"))),
+    changed("fused_experts", "qwen3_moe", "routing weights in fp32", ("top_k_weights[token_idx, top_k_pos, None]", "top_k_weights[token_idx, top_k_pos, None].float()")),
+    changed("fused_experts", "qwen3_moe", "weights normalised in the experts", ("        for expert_idx in expert_hit:", "        top_k_weights = top_k_weights / top_k_weights.sum(-1, keepdim=True)\n        for expert_idx in expert_hit:")),
+    changed("fused_experts", "gpt_oss", "the biases dropped from the first projection", ("+ self.gate_up_proj_bias[expert_idx]", "+ self.gate_up_proj_bias.mean()")),
 )  # fmt: skip
 
 RETURNED = "    return overall_loss * num_experts\n"

@@ -17,7 +17,8 @@ from transformers import BartForConditionalGeneration, LlamaConfig, LlamaForCaus
 from patchgen import pipeline, provenance, upstream
 from patchgen.commands import training
 from patchgen.errors import ConfigError
-from patchgen.runtime import launch, ops, registry
+from patchgen.runtime import launch, parallel, registry
+from patchgen.runtime.attention_masks import UnsupportedError
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train import preflight
 from patchgen.runtime.train.recipe import ModelConfig, RecipeError, from_dict
@@ -190,13 +191,14 @@ def test_a_device_that_fails_in_the_rehearsal_is_no_answer(monkeypatch):
         slices.refusal_on_ranks(model, shares_sequence=True)
 
 
-def test_modules_that_not_every_rank_runs_are_refused_before_any_rank(home, tmp_path, monkeypatch):
+def test_what_a_model_refuses_on_several_ranks_is_refused_before_any_rank(home, tmp_path, monkeypatch):
     head = registry.find_model("llama").load().LlamaForCausalLM
     own = head.forward
 
     @functools.wraps(own)
     def forward(*args, **kwargs):
-        ops.refuse_uneven_ranks("Block", "types.any()")
+        if (state := parallel.current()) is not None and state.config.world > 1:
+            raise UnsupportedError("Block trains on one rank.")
         return own(*args, **kwargs)
 
     monkeypatch.setattr(head, "forward", forward)
@@ -204,9 +206,9 @@ def test_modules_that_not_every_rank_runs_are_refused_before_any_rank(home, tmp_
     monkeypatch.setattr(preflight, "_decide", lambda *arguments, **options: (decided, ()))
     recipe = recipe_of("llama", tmp_path / "run")
     preflight.decide_trainable(from_dict(recipe))
-    with pytest.raises(RecipeError, match=r"parallel\.ep = 2: 'llama': Which of its modules Block runs"):
+    with pytest.raises(RecipeError, match=r"parallel\.ep = 2: 'llama': Block trains on one rank"):
         preflight.decide_trainable(from_dict(recipe | {"parallel": {"ep": 2}}))
-    with pytest.raises(RecipeError, match=r"parallel\.ep = 2: 'llama': Which"):  # without sp: 2 as well
+    with pytest.raises(RecipeError, match=r"parallel\.ep = 2: 'llama': Block"):  # without sp: 2 as well
         preflight.decide_trainable(from_dict(recipe | {"parallel": {"ep": 2, "sp": 2}}))
 
 

@@ -95,6 +95,8 @@ def test_what_is_the_same_for_all_lengths_is_no_choice(tmp_path, code):
         f"for _ in range(int(hidden_states.abs().max() / 1000)): {AGAIN}",
         f"for _ in (hidden_states > 1000).nonzero(): {AGAIN}",
         f"while (hidden_states > 1000).any(): {AGAIN}",
+        f"if next((row for row in hidden_states.abs() if row.max() > 1000), None) is not None: {AGAIN}",
+        f"if not any(row.any() for row in hidden_states[0]): {AGAIN}",
         f"calm = hidden_states.isfinite().all().tolist()\nif not calm: {AGAIN}",
     ],
 )
