@@ -38,14 +38,13 @@ def loss_of(title: str, arguments: str) -> SourceChange:
 ABOVE_THE_LOSS = (
     *(case(title, (PROJECTED, f"{PROJECTED}{after}")) for title, after in (
         ("hidden states changed below the head", "\n        hidden_states = hidden_states * 0"),
-        ("hidden states changed in place below the head", "\n        hidden_states.mul_(0)"),
         ("labels moved by the logits", "\n        labels = labels.to(logits.device) if labels is not None else None"),
         ("another operand of another tensor", " + self.lm_head(outputs[0].flip(1))"),
         ("a mean over the tokens", "\n        logits = logits - logits.mean(dim=1, keepdim=True)"),
         ("a maximum over everything", "\n        logits = logits / logits.max()"),
         ("a shift of the tokens", "\n        logits = logits.roll(1, 1)"),
         ("a change that depends on the length", "\n        if logits.shape[1] > 7:\n            logits = logits * 2"),
-        ("a convolution below the head", "\n        logits = torch.conv1d(logits.mT, logits.new_ones(logits.shape[2], 1, 3), padding=1, groups=logits.shape[2]).mT"),
+        ("a convolution below the head", "\n        logits = torch.conv1d(logits.mT.contiguous(), logits.new_ones(logits.shape[2], 1, 3), padding=1, groups=logits.shape[2]).mT.contiguous()"),
         ("a loss without labels", "\n        loss = 0.0"),
         ("an early return below the head", "\n        if labels is None:\n            return outputs"),
     )),

@@ -9,7 +9,6 @@ from generation_cases import anatomy_of, default_config, edited, load
 
 from patchgen import pipeline
 from patchgen.anatomy import Role
-from patchgen.errors import PassMismatch
 
 DOUBLED = "def doubled(function):\n    return lambda *args: 2 * function(*args)\n\n\n"
 OTHER_NORM = "def softer(self, x):\n    return x\n\n\n"
