@@ -11,9 +11,11 @@ from patchgen.anatomy.classes import (
     defaults_of,
     own_attribute,
     parameter_names,
+    parameters,
     stored,
 )
 from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.names import CONFIG
 
 
 def origins(
@@ -68,3 +70,39 @@ def _named(anatomy: Anatomy, name: ast.Name) -> list[tuple[str, ast.AST]]:
     if not values and is_of_module and name.id in anatomy.tables:
         return [("", anatomy.tables[name.id])]
     return values
+
+
+def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, visited: frozenset[ast.AST] = frozenset()) -> bool:
+    """Whether a size may be a constant of the source, or several sizes, rather than one that a caller or config chooses; a size
+    of which nothing is known may be. `size = size * 2` is not followed into itself: it is in `visited`."""
+    for of, origin in origins(anatomy, owner, size):
+        match origin:
+            case ast.Constant(None):
+                continue
+            case ast.BinOp(left, _, right):
+                parts = [left, right]
+            case ast.UnaryOp(_, operand):
+                parts = [operand]
+            case ast.Call(_, [_, *_] as parts):
+                pass
+            case _:
+                parts = []
+        known = visited | {origin}
+        if isinstance(origin, ast.Constant | ast.Starred | ast.Tuple | ast.List) or _is_of_other_function(
+            anatomy, origin
+        ):
+            return True
+        if parts and origin not in visited and all(is_fixed(anatomy, of, part, known) for part in parts):
+            return True
+    return False
+
+
+def _is_of_other_function(anatomy: Anatomy, origin: ast.AST) -> bool:
+    """Whether it is a parameter of another function than an `__init__`, or an attribute of one that is no config: what that
+    is called with is not read."""
+    base = origin.value if isinstance(origin, ast.Attribute) else origin
+    place = anatomy.constructions.scopes.get(base)
+    function = place.function if place else None
+    if function is None or function.name == "__init__":
+        return False
+    return isinstance(base, ast.Name) and base.id in parameters(function) - {CONFIG}

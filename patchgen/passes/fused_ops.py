@@ -16,10 +16,12 @@ from patchgen.anatomy.classes import (
     is_compound,
     own_attribute,
     parameter_names,
+    stored,
 )
 from patchgen.anatomy.imported import imported_code
 from patchgen.anatomy.known import TABLES
 from patchgen.anatomy.names import local_names
+from patchgen.anatomy.origins import is_fixed
 from patchgen.anatomy.roles import LINEAR, PARAMETER
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import Editor, insert_first
@@ -208,11 +210,17 @@ def _norm_call(anatomy: Anatomy, name: str) -> str | None:
 
 
 def _is_vector(anatomy: Anatomy, name: str, attribute: str) -> bool:
-    """Whether `self.<attribute>` is a parameter of one dimension."""
-    match held := anatomy.held(name, attribute):
-        case [ast.Call(_, [ast.Call(initialiser, [size]), *_])] if anatomy.is_a(held[0], PARAMETER):
-            return anatomy.names.resolve(initialiser) in FILLED and not isinstance(size, ast.Tuple | ast.List)
-    return False
+    """Whether `self.<attribute>` is a parameter of one dimension, and of no fixed size: a size of 1 would broadcast, where a
+    kernel reads further numbers behind it."""
+    held = anatomy.held(name, attribute)
+    sizes: list[ast.expr] = []
+    match held:
+        case [ast.Call(_, [ast.Call(initialiser, given), *_])] if anatomy.is_a(held[0], PARAMETER):
+            sizes = given if anatomy.names.resolve(initialiser) in FILLED else []
+    init = anatomy.method(name, "__init__")
+    local = stored(init[1]) if init is not None else []
+    is_local = any(isinstance(size, ast.Name) and size.id in local for size in sizes)
+    return len(sizes) == 1 and not is_local and not is_fixed(anatomy, name, sizes[0])
 
 
 def _is_like_mlp(anatomy: Anatomy, info: ClassInfo) -> bool:
