@@ -88,8 +88,6 @@ def test_a_head_that_names_no_loss_takes_that_of_its_class_name():
     assert check in text and 'loss_form = "aligned"' in text
 
 
-
-
 @pytest.mark.parametrize(
     "edit",
     [

@@ -25,7 +25,9 @@ def counted(load, x):
 def in_layer(code: str) -> SourceChange:
     """The change of a layer that runs code on its normed input `x`, a mean of this step's data as `m`."""
     lines = "".join(f"        {line}\n" for line in code.split("\n"))
-    named = f"{BEGIN}        x, m = hidden_states, hidden_states.detach().abs().mean()\n{lines}        hidden_states = x\n"
+    named = (
+        f"{BEGIN}        x, m = hidden_states, hidden_states.detach().abs().mean()\n{lines}        hidden_states = x\n"
+    )
     return changed("", "qwen3_moe", code, (BEGIN, named), (INIT, INIT + HELD), (CLASS, ABOVE + CLASS))
 
 
