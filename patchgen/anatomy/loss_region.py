@@ -183,7 +183,7 @@ def _loss_arguments(editor: Editor, call: ast.Call, forward: FunctionNode) -> tu
     logits, labels = named.pop("logits"), named.pop("labels")
     if named.get("vocab_size") in (f"{logits}.shape[-1]", f"{logits}.size(-1)"):
         named["vocab_size"] = "None"
-    if logits in loaded(*map(ast.parse, named.values())):
+    if logits in loaded(*(given[name] for name, source in named.items() if source != "None")):
         raise Missed("arguments that are known above the logits", whole)
     if kwargs and not rest and not named.keys() & {"num_items_in_batch", "shift_labels"}:
         rest = [f"**ops.step_labels({kwargs})"]  # upstream passes nothing of a step: packed rows would leak
