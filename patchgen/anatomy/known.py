@@ -1,4 +1,4 @@
-"""Tables of torch's operations and modules, and which attributes are numbers from the config."""
+"""Tables of torch's operations, and what is known of a class's buffers and attributes."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from patchgen.anatomy.classes import arguments, assigned_to, calls, defaults_of, own_attribute, walk
+from patchgen.anatomy.classes import arguments, calls, own_attribute, walk
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import CONFIG, is_of_config
 
@@ -17,114 +17,15 @@ POINTWISE = CASTS | {
     "clip", "where", "masked_fill", "full_like", "zeros_like", "ones_like", "nan_to_num", "gelu", "relu", "silu",
     "softplus", "layer_norm", "minimum", "maximum",
 }
-# Operations along a dimension -> the position of `dim` in torch's signature; the tensor is at 0, also of methods.
-# `keepdim` follows `dim` where there is one; without it the result has another last dimension.
-ALONG = {"softmax": 1, "log_softmax": 1, "size": 1, "normalize": 2, "chunk": 2, "split": 2}
-REDUCING = {"mean": 1, "sum": 1, "amax": 1, "amin": 1, "logsumexp": 1, "norm": 2, "var": 1, "std": 1}
-PRODUCTS = frozenset({"linear", "matmul"})
-LIBRARIES = ("torch", "torch.nn.functional", "torch.special", "transformers.activations")
-ACTIVATIONS = frozenset({
-    "SiLU", "GELU", "ReLU", "ReLU6", "Sigmoid", "Tanh", "Softplus", "Identity", "ELU", "LeakyReLU", "Mish", "Hardswish",
-    "Hardsigmoid",
-})
 # fmt: on
-NUMBERS = tuple(f"builtins.{name}" for name in ("float", "int", "getattr", "min", "max", "len"))
-# torch modules that act on the last dimension, row by row.
-ROW_MODULES = frozenset({"Linear", "LayerNorm", "RMSNorm"})
-MATRIX_MODULES = ("torch.nn.Linear", "torch.nn.Embedding")
 MAKERS = frozenset(f"torch.{name}" for name in ("empty", "zeros", "ones", "rand", "randn"))
 TABLES = ("transformers.activations.ACT2FN", "transformers.activations.ACT2CLS")
-
-
-def is_number(anatomy: Anatomy, owner: str, attribute: str) -> bool:
-    """Whether `self.<attribute>` is no tensor: a constant, a value of the config (also a string, a list, or the config itself),
-    or computed from these."""
-    held = anatomy.held(owner, attribute)
-    return bool(held) and all(is_made_of_numbers(value, anatomy, owner) for value in held)
-
-
-def is_made_of_numbers(value: ast.AST, anatomy: Anatomy, owner: str, visited: frozenset[str] = frozenset()) -> bool:
-    """Whether an expression is a constant or a value of a config, or computed from these; in the class that reads it, attributes
-    that hold such."""
-    if isinstance(value, ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.IfExp):
-        parts = (part for part in ast.iter_child_nodes(value) if isinstance(part, ast.expr))
-        return all(
-            isinstance(part, ast.Compare) or is_made_of_numbers(part, anatomy, owner, visited) for part in parts
-        )
-    if isinstance(value, ast.Call):
-        parts, meaning = value.args, anatomy.names.resolve(value.func)
-        match parts:
-            case [holder, ast.Constant(str(name)), *defaults] if meaning == "builtins.getattr":
-                parts = [ast.Attribute(holder, name, ast.Load()), *defaults]
-        return meaning in NUMBERS and all(is_made_of_numbers(part, anatomy, owner, visited) for part in parts)
-    if isinstance(value, ast.Subscript):
-        return is_made_of_numbers(value.value, anatomy, owner, visited)
-    if isinstance(value, ast.Name) and value.id != CONFIG:
-        return value.id not in visited and _is_number_by_name(value, anatomy, owner, visited | {value.id})
-    place = anatomy.constructions.scopes.get(value.value) if isinstance(value, ast.Attribute) else None
-    if place and (attribute := own_attribute(value)):
-        held, read = anatomy.held(place.owner, attribute), f"{place.owner}.{attribute}"
-        if held and read not in visited:
-            return all(is_made_of_numbers(one, anatomy, place.owner, visited | {read}) for one in held)
-    return isinstance(value, ast.Constant) or is_left_in_config(anatomy, value)
-
-
-def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, visited: frozenset[str]) -> bool:
-    """The same for a local variable, or a parameter of `__init__`: by what it is handed; where that is nothing, by its annotation
-    or default."""
-    place, init = anatomy.constructions.scopes.get(name), anatomy.method(owner, "__init__")
-    function = place.function if place else init and init[1]
-    if function is None or (known := assigned_to(function, name.id)) is None:
-        return False
-    annotations = {arg.arg: arg.annotation for arg in walk(function.args) if isinstance(arg, ast.arg)}
-    annotation = annotations.get(name.id)
-    is_annotated = annotation is not None and ast.unparse(annotation) in ("float", "int", "bool")
-    if name.id in annotations and function.name == "__init__":
-        default = defaults_of(function).get(name.id)
-        known = [*anatomy.handed(owner, name)] or ([default] if default is not None and not is_annotated else [])
-    elif name.id in annotations and not is_annotated:
-        known = []  # what other methods are called with is not read
-    return bool(known or is_annotated) and all(is_made_of_numbers(value, anatomy, owner, visited) for value in known)
-
-
-def is_matrix(anatomy: Anatomy, owner: str, factor: ast.AST) -> bool:
-    """Whether a factor is known to have two axes: the weight of a linear layer or embedding, or a parameter of two sizes. A
-    product with a vector would have the rows as its last axis."""
-    match factor:
-        case ast.Attribute(ast.Name("self"), "weight") if anatomy.is_a(ast.Name(owner, ast.Load()), *MATRIX_MODULES):
-            return True
-        case ast.Attribute(ast.Name("self"), attribute):
-            held = anatomy.held(owner, attribute)
-            return bool(held) and all(_is_made_of_two_sizes(anatomy, value) for value in held)
-        case ast.Attribute(ast.Attribute(ast.Name("self"), attribute), "weight"):
-            held = anatomy.held(owner, attribute)
-            return bool(held) and all(anatomy.is_a(value, *MATRIX_MODULES) for value in held)
-        case ast.Attribute(inner, "T" | "mT") | ast.Call(ast.Attribute(inner, "t" | "transpose" | "to")):
-            return is_matrix(anatomy, owner, inner)
-    return False
-
-
-def _is_made_of_two_sizes(anatomy: Anatomy, value: ast.AST) -> bool:
-    """Whether it is `nn.Parameter(torch.empty(a, b))` or the like."""
-    match value:
-        case ast.Call(parameter, [ast.Call(maker, [_, _])]):
-            meanings = (anatomy.names.resolve(parameter), anatomy.names.resolve(maker))
-            return meanings[0] == "torch.nn.Parameter" and meanings[1] in MAKERS
-    return False
 
 
 def is_left_in_config(anatomy: Anatomy, value: ast.AST) -> bool:
     """Whether a value is read from a config, and no code of the file stores another value there."""
     name = value.attr if isinstance(value, ast.Attribute) else ""
     return is_of_config(value) and not anatomy.is_stored_outside(name, [CONFIG])
-
-
-def is_pointwise(name: str, args: list[ast.expr], named: dict[str | None, ast.expr]) -> bool:
-    """Whether an operation with these arguments, the tensor first, treats each row by itself, whichever axis the rows are. Of
-    `layer_norm` this holds if it is over one dimension other than the rows, which the caller checks."""
-    if name == "where":
-        return len(args) + len(named) == 3  # a condition alone gives the indices where it holds
-    return name in POINTWISE
 
 
 def buffers(anatomy: Anatomy, owner: str) -> dict[str, bool]:
