@@ -74,8 +74,8 @@ def generate(
 
 @app.command()
 def check(models: ModelsOrAll = None) -> None:
-    """Regenerate in memory and compare bytes. Exit 1 if a committed file or a recorded proof is stale or an example of the
-    project's passes fails; without MODELS also if a folder of models has no provenance.json.
+    """Regenerate in memory and compare bytes. Exit 1 if a committed file or a recorded proof is stale, a model has no proof,
+    or an example of the project's passes fails; without MODELS also if a folder of models has no provenance.json.
 
     Example: patchgen check qwen3_moe
     """
@@ -309,6 +309,9 @@ def train(
     ] = None,
     fresh: Annotated[bool, Option("--fresh", help="start over; an earlier run is moved aside")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="show ranks, kernels, cost and memory; train nothing")] = False,
+    device: Annotated[
+        str | None, Option(help="with --dry-run: plan for h100, h200, b200 or cpu, instead of what this machine has")
+    ] = None,
     verbose: Annotated[bool, Option("--verbose", help="with --dry-run: also the recipe with all defaults")] = False,
     print_config: Annotated[bool, Option("--print-config", help="show the recipe with all defaults")] = False,
     script: Annotated[str | None, Option(help="print a start script: slurm or ssh")] = None,
@@ -320,7 +323,13 @@ def train(
     if allow_missing:
         assignments = [*(assignments or []), f"model.allow_missing={json.dumps(allow_missing)}"]
     ranks = {"processes": processes, "nodes": nodes, "rdzv_endpoint": rdzv_endpoint}
-    display = {"dry_run": dry_run, "verbose": verbose, "print_config": print_config, "script": script}
+    display = {
+        "dry_run": dry_run,
+        "device": device,
+        "verbose": verbose,
+        "print_config": print_config,
+        "script": script,
+    }
     raise typer.Exit(commands.training.train(recipe, assignments or [], fresh=fresh, **ranks, **display))
 
 

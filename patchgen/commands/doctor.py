@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 def doctor(path: Path, assignments: list[str], *, skip: list[str], as_json: bool, memory: float | None = None) -> int:
     """Checks a recipe with its checkpoint and data; 0 if no check failed. `memory` is in GiB."""
     try:
+        from patchgen.runtime import hub_access
         from patchgen.runtime.train import recipe as recipes
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -22,6 +23,8 @@ def doctor(path: Path, assignments: list[str], *, skip: list[str], as_json: bool
         ) from error
     try:
         recipe = recipes.load(path, recipes.parse_overrides(assignments))
+        if recipes.reads_hub(recipe):
+            hub_access.use_cache_if_silent()
         from transformers.utils import logging
 
         from patchgen.runtime.doctor import examine, format_entry

@@ -186,7 +186,7 @@ def _git(folder: Path, *arguments: str) -> bool:
 def check(models: list[str]) -> int:
     """Compares every committed file with what generation gives now, and every recorded proof with the sources that it
     depends on, and runs the examples of the project's passes; without `models`, looks for folders without a record, too. Prints
-    what differs or is stale. 0 if all agree."""
+    what differs, is stale or has no proof. 0 if all agree and every model has one."""
     names = models or committed()
     if not names:
         raise StaleFile(
@@ -203,9 +203,16 @@ def check(models: list[str]) -> int:
         console.print(f"[red]stray[/] {folder} is in generated_models/ but has no provenance.json")
     unchecked = f", {states.count(UNCHECKED)} unchecked" if UNCHECKED in states else ""
     console.print(f"{states.count(CURRENT)} of {len(names)} generated models are current{unchecked}.")
+    unproven = records.unproven(names)
+    if unproven:
+        console.print(
+            f"[red]unproven[/] {len(unproven)} of {len(names)} models have no proof: {', '.join(unproven)}. To fix: "
+            f"patchgen verify {' '.join(unproven)}",
+            soft_wrap=True,
+        )
     has_stale_records = _report_stale_records(names, with_rows=not models)
     has_broken_examples = project_examples.report_broken()
-    return 1 if STALE in states or orphans or has_stale_records or has_broken_examples else 0
+    return 1 if STALE in states or orphans or unproven or has_stale_records or has_broken_examples else 0
 
 
 def _report_stale_records(names: list[str], *, with_rows: bool) -> bool:
@@ -222,7 +229,11 @@ def _report_stale_records(names: list[str], *, with_rows: bool) -> bool:
     for one in found:
         console.print(f"[red]stale[/] {one}", soft_wrap=True)
     if not found:
-        console.print("Every recorded proof is current.")
+        console.print(
+            "Every recorded proof is current."
+            if len(records.unproven(names)) < len(names)
+            else "No proof is recorded."
+        )
     return bool(found)
 
 

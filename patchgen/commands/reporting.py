@@ -29,9 +29,9 @@ def report(models: list[str], output: Path | None) -> None:
     with refusing_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
     pages = _pages(names, raises=bool(models))
-    files = {folder / f"{name}.html": text for name, (text, _) in pages.items() if text}
+    files = {folder / f"{name}.html": text for name, (text, _, _) in pages.items() if text}
     if not models:
-        rows = [index.row(name, folder, refusal) for name, (_, refusal) in pages.items()]
+        rows = [index.row(name, folder, refusal, differs) for name, (_, refusal, differs) in pages.items()]
         files[folder / "index.html"] = index.page(rows)
     with refusing_unwritable(folder):
         provenance.write_whole(files)
@@ -67,14 +67,15 @@ def _named_or_all(models: list[str]) -> list[str]:
     return names
 
 
-def _pages(names: list[str], *, raises: bool) -> dict[str, tuple[str, str]]:
-    """Model -> its page, and the reason why it has none; one of them is empty."""
-    found: dict[str, tuple[str, str]] = {}
+def _pages(names: list[str], *, raises: bool) -> dict[str, tuple[str, str, list[str]]]:
+    """Model -> its page, and the reason why it has none, one of them empty; and its files that differ from those generated now."""
+    found: dict[str, tuple[str, str, list[str]]] = {}
     for name in track(names, "writing", console=console, disable=not console.is_terminal or len(names) == 1):
         try:
-            found[name] = (model.page(name), "")
+            text, differs = model.page_and_differing(name)
+            found[name] = (text, "", differs)
         except PatchgenError as error:
             if raises:
                 raise
-            found[name] = ("", str(error))
+            found[name] = ("", str(error), [])
     return found

@@ -23,6 +23,7 @@ def train(
     rdzv_endpoint: str,
     fresh: bool,
     dry_run: bool,
+    device: str | None = None,
     verbose: bool,
     print_config: bool,
     script: str | None,
@@ -31,14 +32,20 @@ def train(
 
     Args:
         settings: `KEY=VALUE`, as given to `--set`.
+        device: with `dry_run`, the kind to plan for, one of `planned_device.NAMES`; None: that of this machine.
         script: the kind of start script to print, one of `SCRIPTS`.
     """
+    if device is not None and not dry_run:
+        raise ConfigError(
+            "--device is what --dry-run plans for; a run takes what its machine has. To fix: add --dry-run."
+        )
     if script is not None and fresh:
         raise ConfigError(
             "--fresh is not for --script: its machines would race to move the earlier run aside, and a requeued job would "
             "lose its own checkpoints. To fix: omit --fresh, and name another folder: --set log.directory=runs/NEW."
         )
     try:
+        from patchgen.runtime import hub_access
         from patchgen.runtime.train import recipe as recipes
     except ModuleNotFoundError as error:
         raise ConfigError(f"Training needs the package {error.name}: `pip install 'patchgen[train]'`.") from error
@@ -50,20 +57,26 @@ def train(
         if script is not None:
             print(start_script(script, recipe_path, recipe.name, settings, processes, nodes), end="")
             return 0
+        if recipes.reads_hub(recipe):
+            hub_access.use_cache_if_silent()
         from patchgen.runtime import launch
         from patchgen.runtime.checkpoint import CheckpointError
         from patchgen.runtime.data import DataError
         from patchgen.runtime.parallel.gradients import NonFiniteGradient
-        from patchgen.runtime.train import checks, data_check, preflight, run_plan
+        from patchgen.runtime.train import checks, data_check, planned_device, preflight, run_plan
         from patchgen.runtime.train.trainer import TrainingStopped
 
         try:
             if dry_run:
                 is_rank = launch.is_rank(processes, nodes, rdzv_endpoint)
                 world = int(os.environ["WORLD_SIZE"]) if is_rank else processes * launch.parse_nodes(nodes)[0]
+                if device is not None and device not in planned_device.NAMES:
+                    raise ConfigError(f"--device must be one of {', '.join(planned_device.NAMES)}, not '{device}'.")
+                planned = planned_device.planned(device)
+                recipe, unchecked = planned_device.plannable(recipe, planned)
                 run_plan.require_valid(recipe, world)
                 recipe = preflight.decide_trainable(recipe, world)
-                print(run_plan.describe(recipe, checks.build_runnable(recipe, world), world))
+                print(run_plan.describe(recipe, checks.build_runnable(recipe, world), world, planned, unchecked))
                 print(f"\n{data_check.describe_first_samples(recipe)}")
                 if verbose:
                     print(f"\n{recipes.to_yaml(recipe)}", end="")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ class ModelRow:
 
     Attributes:
         refusal: why the model has no page; empty if it has one.
+        differs: the committed files that are not what generation gives now.
         passes: the number of hits of each pass.
         notes, changed: how many notes the passes wrote, and how many lines the generated file changes.
         not_run: how many ranges of lines no proof ran.
@@ -29,6 +31,7 @@ class ModelRow:
 
     name: str
     refusal: str
+    differs: tuple[str, ...]
     verdict: str
     upstream: str
     releases: tuple[str, ...]
@@ -41,7 +44,7 @@ class ModelRow:
     files: dict[str, str]
 
 
-def row(name: str, folder: Path, refusal: str = "") -> ModelRow:
+def row(name: str, folder: Path, refusal: str = "", differs: Sequence[str] = ()) -> ModelRow:
     """A model's row for the page in `folder`."""
     model = CommittedModel(name)
     passes = {step["name"]: step for step in model.record["passes"]}
@@ -51,6 +54,7 @@ def row(name: str, folder: Path, refusal: str = "") -> ModelRow:
     return ModelRow(
         name=name,
         refusal=refusal,
+        differs=tuple(differs),
         verdict=proofs.verdict(model),
         upstream=model.record["upstream"]["version"] or "a file",
         releases=tuple(proofs.releases(model)),
@@ -69,4 +73,5 @@ def row(name: str, folder: Path, refusal: str = "") -> ModelRow:
 def page(rows: list[ModelRow]) -> str:
     """The text of the page."""
     proven = sum(model.verdict == "proven" for model in rows)
-    return render("report_index.jinja", title="patchgen", rows=rows, proven=proven, hues=hues())
+    stale = sum(bool(model.differs) for model in rows)
+    return render("report_index.jinja", title="patchgen", rows=rows, proven=proven, stale=stale, hues=hues())

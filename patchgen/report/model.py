@@ -52,7 +52,12 @@ def hues() -> dict[str, int]:
 
 
 def page(name: str) -> str:
-    """The page of a committed model, generated again with the present generator.
+    """The text of `page_and_differing`."""
+    return page_and_differing(name)[0]
+
+
+def page_and_differing(name: str) -> tuple[str, list[str]]:
+    """The page of a committed model, generated again with the present generator, and the committed files that differ.
 
     Raises:
         PatchgenError: generation refuses it, or the file that it was generated from no longer exists.
@@ -62,7 +67,8 @@ def page(name: str) -> str:
     facts: Provenance = json.loads(generated.provenance)
     colours = hues()
     code = side_by_side(lines.trace(generated), generated.steps[0].before.text, generated.text, colours)
-    return render(
+    differs = differing(model, generated)
+    text = render(
         "report_model.jinja",
         title=name,
         model=name,
@@ -70,7 +76,7 @@ def page(name: str) -> str:
         verdict=proofs.verdict(model),
         releases=proofs.releases(model),
         changed=emit.changed_lines(generated.diff),
-        differs=differing(model, generated),
+        differs=differs,
         code=code,
         passes=_passes(generated, code, colours),
         census=_census(facts["census"], code),
@@ -79,6 +85,7 @@ def page(name: str) -> str:
         provenance=_provenance(facts, model),
         plumbing=PLUMBING,
     )
+    return text, differs
 
 
 def regenerated(model: CommittedModel) -> Generated:

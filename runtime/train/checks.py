@@ -22,7 +22,7 @@ from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.parallel.sequence import key_value_repeats
-from patchgen.runtime.train import lora, lora_targets, reading, run_plan, setup
+from patchgen.runtime.train import data_check, lora, lora_targets, reading, run_plan, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.verify.verdict import one_line
@@ -72,7 +72,8 @@ def build_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
         _require_divisible_heads(recipe, layout.sp)
     _require_weights(recipe, model)
     if folder.is_dir():
-        setup.data_parts(recipe)  # refuses a missing tokenizer and tokens without an embedding
+        parts = setup.data_parts(recipe)  # refuses a missing tokenizer and tokens without an embedding
+        data_check.require_lengths(recipe, parts)
     return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from patchgen.runtime.data import Counters, DataConfig, DataError
@@ -64,6 +64,50 @@ def describe_first_samples(recipe: Recipe) -> str:
             with reading.naming_section(name):
                 lines += [f"{name:<12} {line}" for line in encode_first_samples(config, parts)]
     return "\n".join(lines)
+
+
+LOOKED_AT = {"multimodal": FIRST_ROWS}
+"""Samples of a source that `require_lengths` encodes at most: few of those that are slow to prepare ..."""
+LOOKED_AT_OF_TEXT = 64  # ... and more of others
+
+
+def require_lengths(recipe: Recipe, parts: setup.DataParts) -> None:
+    """Refuses data of which no sample fits a batch, where longer samples are skipped or refused.
+
+    Of each source samples are encoded until one fits; if none of the first `LOOKED_AT_OF_TEXT` does, the run would read on
+    without a step, so that is refused as well.
+
+    Raises:
+        RecipeError: no sample fits.
+        DataError: with `on_long: error`, a sample that does not.
+    """
+    for name, config in (("data", recipe.data), ("eval_data", recipe.evaluation_data)):
+        if config is not None and config.on_long in ("skip", "error"):
+            with reading.naming_section(name):
+                preparer = make_preparer(config, parts.tokenizer, parts.processor, parts.position_function)
+                looked_at = LOOKED_AT.get(config.kind, LOOKED_AT_OF_TEXT)
+                longs = [
+                    _too_long(preparer, index, open_source(one), looked_at) for index, one in enumerate(config.sources)
+                ]
+            if all(longs):
+                where, reason = longs[0]
+                raise RecipeError(
+                    f"{name}: no sample fits a batch: of the first {looked_at} of each source every one is longer than "
+                    f"{name}.max_length or {name}.tokens_per_batch and would be skipped (first: {where}: {reason}). To fix: raise "
+                    f"the limit, or set {name}.on_long to truncate."
+                )
+
+
+def _too_long(preparer: Callable, index: int, source: Source, count: int) -> tuple[str, str] | None:
+    """Where the first of these samples is and why it is skipped, if all that are not bad are; None if one fits."""
+    first = None
+    for record, _ in itertools.islice(source.read(), count):
+        problem = preparer(index, record).problem
+        if problem is None or problem.outcome == "truncated":
+            return None
+        if problem.outcome == "skipped":
+            first = first or (problem.where, problem.reason)
+    return first
 
 
 def encode_first_samples(config: DataConfig, parts: setup.DataParts) -> list[str]:

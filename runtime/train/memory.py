@@ -2,6 +2,7 @@
 
 parameters, gradients, optimizer    exact, from shapes and layout (an even share; the last rank's may be smaller)
 gathered                            layers that are gathered at the same time, embeddings and head
+reduction                           full gradients before ranks sum them, and the buffers of the sum, where they are largest
 activations                         what each layer saves for the backward, from the widths of its linear layers
 logits                              if the loss is not fused: logits and their gradient in fp32
 
@@ -35,12 +36,13 @@ class Estimate:
     gradients: int
     optimizer: int
     gathered: int
+    reduction: int
     activations: int
     logits: int
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations + self.logits
+        return sum(getattr(self, name) for name in self.__dataclass_fields__)
 
     def text(self) -> str:
         """A table, in GiB, or in MiB for a toy."""
@@ -85,7 +87,8 @@ def estimate(
             p.numel() // (layout.ep if f"{prefix}.{name}" in experts else 1) for name, p in layer.named_parameters()
         )
 
-    gathered = sorted(gathered_size(layer) for layer in layers)
+    sizes = sorted(gathered_size(layer) for layer in layers)
+    gathered = sizes
     if recipe.parallel.reshard_after_forward:
         gathered = gathered[-(1 + recipe.parallel.prefetch) :]
     tokens = recipe.data.tokens_per_batch // layout.sp
@@ -96,14 +99,39 @@ def estimate(
         per_token = text_config.hidden_size * (len(layers) if mode == "full" else 2) + max(saved)
     else:
         per_token = sum(saved) // (2 if mode == "selective" else 1)
+    is_sharded = layout.num_shards > 1 or compute_dtype is not None
+    activation_bytes = tokens * per_token * itemsize
     return Estimate(
         parameters=stored,
         gradients=trained,
         optimizer=states,
-        gathered=(root + sum(gathered)) * itemsize if layout.num_shards > 1 or compute_dtype else 0,
-        activations=tokens * per_token * itemsize,
+        gathered=(root + sum(gathered)) * itemsize if is_sharded else 0,
+        reduction=_reduction(model, recipe, root, sizes[-1], itemsize, activation_bytes) if is_sharded else 0,
+        activations=activation_bytes,
         logits=0 if fused_loss else tokens * text_config.vocab_size * 8,
     )
+
+
+def _reduction(model: PreTrainedModel, recipe: Recipe, root: int, layer: int, itemsize: int, activations: int) -> int:
+    """Bytes of full gradients and of what they are summed in, beyond the shards: the larger of two moments of a backward.
+
+        in the layers   the head's gradient, which waits for that of the embeddings; a layer's, and the buffer of its sum
+        at the end      the gradients of embeddings and head, and the buffer of their sum; activations are gone
+
+    With adapters only those are summed, which is little.
+
+    Args:
+        root, layer: parameters outside of layers, and of the largest layer, as gathered.
+    """
+    if recipe.lora is not None:
+        return 0
+    wide = itemsize if recipe.parallel.exchange_gradients else getattr(torch, recipe.parallel.reduce_dtype).itemsize
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = head is not None and head.weight is embeddings.weight
+    early = sum(p.numel() for p in head.parameters()) if head is not None and not is_tied else 0
+    in_layers = early * itemsize + layer * (itemsize + wide)
+    at_end = root * (itemsize + wide) - activations
+    return max(in_layers, at_end)
 
 
 def has_fused_loss(chosen: Mapping[str, str]) -> bool:

@@ -253,15 +253,26 @@ def require_kernels(section: KernelsConfig) -> None:
     Raises:
         RecipeError: with the reason.
     """
-    for name in seams.names():
-        kernel = getattr(section, name)
-        reason = seams.unavailable(name, kernel) if kernel is not None else None
-        if reason is None and kernel in ("triton", "fp8") and not torch.cuda.is_available():
-            from triton import knobs
+    for name, kernel in obstructed_kernels(section).items():
+        raise RecipeError(f"kernels.{name} = '{kernel}' cannot run here: {_obstacle(name, kernel)}.")
 
-            reason = None if knobs.runtime.interpret else "it needs a CUDA device"
-        if reason is not None:
-            raise RecipeError(f"kernels.{name} = '{kernel}' cannot run here: {reason}.")
+
+def obstructed_kernels(section: KernelsConfig) -> dict[str, str]:
+    """Seam -> the named kernel that this machine cannot run."""
+    named = {name: getattr(section, name) for name in seams.names()}
+    return {
+        name: kernel for name, kernel in named.items() if kernel is not None and _obstacle(name, kernel) is not None
+    }
+
+
+def _obstacle(name: str, kernel: str) -> str | None:
+    """Why this machine cannot run the kernel of a seam; None if nothing is known."""
+    reason = seams.unavailable(name, kernel)
+    if reason is None and kernel in ("triton", "fp8") and not torch.cuda.is_available():
+        from triton import knobs
+
+        return None if knobs.runtime.interpret else "it needs a CUDA device"
+    return reason
 
 
 def configure_seams(recipe: Recipe, model: nn.Module) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import statistics
 import time
@@ -12,13 +11,12 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from patchgen.runtime.train import run_log
+from patchgen.runtime.train import plots, run_log
 from patchgen.runtime.train.records import Listener, RunStart, StepRecord, Summary
 from patchgen.runtime.train.view import ENDINGS, headline
 
 PAGE = "index.html"
 UPDATE_SECONDS = 30.0  # between updates of the page while the run goes on
-WIDTH, HEIGHT, LEFT, BOTTOM = 720, 240, 64, 28
 PLOTS = {  # key of the log -> title
     "loss": "loss",
     "tokens_per_second_per_device": "tokens/s per device",
@@ -50,35 +48,47 @@ class RunPage(Listener):
 
     def _write(self, state: str, data: str = "", *, reload: bool = False) -> None:
         """Replaces the page atomically, so that no reader sees half a page, even if the run is killed meanwhile."""
-        text = page(self._start, state, data, run_log.read(self.directory), reload=self.seconds if reload else None)
+        entries, experts = run_log.read(self.directory), run_log.read_experts(self.directory)
+        text = page(self._start, state, data, entries, experts, reload=self.seconds if reload else None)
         with run_log.writing(self.directory / PAGE, self.on_failed) as path:
             path.with_suffix(".new").write_text(text, encoding="utf-8")
             path.with_suffix(".new").replace(path)
         self._written = time.monotonic()
 
 
-def page(start: RunStart, state: str, data: str, entries: list[dict[str, Any]], *, reload: float | None = None) -> str:
+def page(
+    start: RunStart,
+    state: str,
+    data: str,
+    entries: list[dict[str, Any]],
+    experts: dict[str, Any] | None = None,
+    *,
+    reload: float | None = None,
+) -> str:
     """The HTML of a run.
 
     Args:
         state: how far the run is, or how it ended.
         data: the loader's summary of used and dropped samples.
         entries: of the log.
+        experts: as `run_log.read_experts` gives it.
         reload: seconds after which a browser reloads the page; None: never.
     """
     environment = Environment(
         loader=PackageLoader("patchgen", "templates"), undefined=StrictUndefined, autoescape=True
     )
-    plots = {name: series(entries, key) for key, name in PLOTS.items()}
-    plots["evaluation loss"] = series(entries, "eval_loss")
-    plots |= {f"loss of {name}": points for name, points in losses_by_source(entries).items()}
+    curves = {name: series(entries, key) for key, name in PLOTS.items()}
+    curves["evaluation loss"] = series(entries, "eval_loss")
+    curves |= {f"loss of {name}": points for name, points in losses_by_source(entries).items()}
     return environment.get_template("run_page.jinja").render(
         title=start.name,
         headline=headline(start),
         ending=state + (time.strftime(", %Y-%m-%d %H:%M:%S") if reload is not None else ""),
         reload=None if reload is None else max(1, round(reload)),
         figures=figures(entries),
-        plots=[svg(points, name) for name, points in plots.items() if len(points) > 1],
+        warnings=[(entry["step"], entry["warning"]) for entry in entries if entry.get("warning")],
+        curves=[plots.curve(points, name) for name, points in curves.items() if len(points) > 1],
+        experts=plots.heat_map(experts["counts"], f"load of each expert at step {experts['step']}") if experts else "",
         sources=totals_by_source(entries),
         data=data,
         report=start.report,
@@ -134,28 +144,6 @@ def totals_by_source(entries: list[dict[str, Any]]) -> list[tuple[str, str, str]
         for name, figures in (entry.get("sources") or {}).items():
             totals.setdefault(name, Counter()).update(tokens=figures["tokens"], labels=figures["labels"])
     return [(name, f"{total['tokens']:,}", f"{total['labels']:,}") for name, total in totals.items()]
-
-
-def svg(points: list[tuple[int, float]], name: str) -> str:
-    """A line plot as inline SVG, labelled with the extreme values."""
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    low, high, first, last = min(ys), max(ys), min(xs), max(xs)
-
-    def to_pixels(x: float, y: float) -> str:
-        right = LEFT + (x - first) / max(1, last - first) * (WIDTH - LEFT - 12)
-        down = 12 + (high - y) / ((high - low) or 1) * (HEIGHT - BOTTOM - 24)
-        return f"{right:.1f},{down:.1f}"
-
-    line = " ".join(to_pixels(x, y) for x, y in points)
-    base = HEIGHT - BOTTOM
-    return (
-        f'<figure><figcaption>{html.escape(name)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
-        f'<path d="M{LEFT} 8V{base}H{WIDTH - 8}" class="axis"/><polyline points="{line}"/>'
-        f'<text x="{LEFT - 6}" y="18" text-anchor="end">{high:.4g}</text>'
-        f'<text x="{LEFT - 6}" y="{base - 4}" text-anchor="end">{low:.4g}</text>'
-        f'<text x="{LEFT}" y="{HEIGHT - 8}">{first}</text>'
-        f'<text x="{WIDTH - 8}" y="{HEIGHT - 8}" text-anchor="end">step {last}</text></svg></figure>'
-    )
 
 
 def write_png(entries: list[dict[str, Any]], path: Path) -> None:

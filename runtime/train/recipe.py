@@ -23,6 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from patchgen.runtime import project
 from patchgen.runtime.data import DataConfig
+from patchgen.runtime.data.config import BUILTIN, format_of_name
 from patchgen.runtime.parallel.batch_fields import FieldRule
 from patchgen.runtime.train.sections import (
     STRICT,
@@ -122,6 +123,21 @@ class Recipe:
     def directory(self) -> Path:
         """The folder of the run."""
         return Path(self.log.directory or f"runs/{self.name}")
+
+
+def reads_hub(recipe: Recipe) -> bool:
+    """Whether a model or data of the recipe may be on the Hub: they are neither here nor a type or set that needs no files."""
+    from transformers import CONFIG_MAPPING
+
+    models = [one.source for one in (recipe.model, recipe.teacher) if one is not None]
+    sources = [source for data in (recipe.data, recipe.eval_data) if data is not None for source in data.sources]
+    return any(name not in CONFIG_MAPPING and not Path(name).expanduser().exists() for name in models) or any(
+        not source.path.startswith(BUILTIN)
+        and source.format in ("auto", "datasets")
+        and format_of_name(Path(source.path)) is None
+        and not Path(source.path).expanduser().exists()
+        for source in sources
+    )
 
 
 # --------------------------------------------------------------------------------------------- reading

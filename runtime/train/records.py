@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from patchgen.runtime.train.router_loads import ExpertLoads
 from patchgen.runtime.train.sources import SourceFigures
 
 
@@ -47,6 +48,8 @@ class StepRecord:
         tflops: model TFLOP/s per device (flops.py); mfu: as a share of the device's peak, None if that is not known.
         peak_memory_gib: peak allocation on this device so far.
         expert_load: load of the busiest expert of any layer, as a multiple of the even share; counted since the last reading.
+        experts: what each expert of each layer got since then.
+        warning: what is wrong with the run and what to do; said once.
         skipped: a gradient was not finite and the step was not taken.
         sources: data source -> its figures; None: there is only one source.
     """
@@ -63,6 +66,8 @@ class StepRecord:
     mfu: float | None = None
     peak_memory_gib: float | None = None
     expert_load: float | None = None
+    experts: ExpertLoads | None = None
+    warning: str | None = None
     skipped: bool = False
     sources: dict[str, SourceFigures] | None = None
 

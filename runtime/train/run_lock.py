@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,11 +34,25 @@ def require_free(directory: Path) -> None:
 
 def require_writable(directory: Path) -> None:
     """Raises RecipeError if a run cannot write to the directory; does not create it."""
+    if reason := why_not_writable(directory):
+        raise not_writable(directory, reason)
+
+
+def why_not_writable(directory: Path) -> str:
+    """Why nothing can be written in a folder that need not exist; "" if it can.
+
+    A file without a name is created where the folder is or would be: permissions alone do not tell, of root least of all.
+    """
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not existing.is_dir():
-        raise not_writable(directory, f"{existing} is not a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise not_writable(directory, f"no permission to write to {existing}")
+        return f"{existing} is not a folder"
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return ""
+    except PermissionError:
+        return f"no permission to write to {existing}"
+    except OSError as error:
+        return f"nothing can be written to {existing}: {error.strerror or error}"
 
 
 def not_writable(directory: Path, reason: object) -> RecipeError:

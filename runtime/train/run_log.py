@@ -1,10 +1,13 @@
-"""The log of a run: `steps.jsonl`, `recipe.yaml`, `report.txt`, `summary.json`, and the recipe's trackers.
+"""The log of a run: `steps.jsonl`, `experts.json`, `recipe.yaml`, `report.txt`, `summary.json`, and the recipe's trackers.
 
 {"step": 1, "loss": 8.31, "grad_norm": 2.4, "lr": 0.0001, "tokens": 8192, ...}
 {"step": 20, "eval_loss": 5.02, "labels": 16210}
 
 With several data sources an entry has their figures as well: `"sources": {"chats": {"tokens": 812, "labels": 390,
-"loss": 1.93}, ...}`, or `eval_sources` for an evaluation.
+"loss": 1.93}, ...}`, or `eval_sources` for an evaluation. With experts it has `expert_load`, the load of the busiest one, and
+`expert_shares`, the share of each layer's K busiest; what each expert got in the last reading is in `experts.json`:
+
+{"step": 20, "per_token": 2, "counts": {"model.layers.0.mlp.experts": [1031, 977, ...], ...}}
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from patchgen.runtime.train.recipe import RecipeError
 from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary, TrainingStopped
 from patchgen.runtime.train.sources import SourceFigures
 
-STEPS, SUMMARY = "steps.jsonl", "summary.json"
+STEPS, SUMMARY, EXPERTS = "steps.jsonl", "summary.json", "experts.json"
 SHOWN_BYTES = 60
 """Bytes of a broken line that an error shows."""
 
@@ -57,7 +60,11 @@ class RunLog(Listener):
             self._file = path.open("a", buffering=1, encoding="utf-8")  # flushed after every line
 
     def on_step(self, record: StepRecord) -> None:
-        self._write({name: value for name, value in dataclasses.asdict(record).items() if value is not None})
+        entry = {name: value for name, value in dataclasses.asdict(record).items() if value is not None}
+        if record.experts is not None:
+            self._replace(EXPERTS, {"step": record.step, **entry.pop("experts")})
+            entry["expert_shares"] = record.experts.shares
+        self._write(entry)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         values = dataclasses.asdict(evaluation)
@@ -77,6 +84,12 @@ class RunLog(Listener):
         with writing(self.directory / STEPS, self.on_failed):
             assert self._file is not None, "on_start opens the file"
             self._file.write(json.dumps(entry) + "\n")
+
+    def _replace(self, name: str, value: dict[str, Any]) -> None:
+        """Replaces a file as a whole, so that no reader sees half of it."""
+        with writing(self.directory / name, self.on_failed) as path:
+            path.with_suffix(".new").write_text(json.dumps(value), encoding="utf-8")
+            path.with_suffix(".new").replace(path)
 
 
 @contextlib.contextmanager
@@ -126,6 +139,12 @@ def read(directory: Path) -> list[dict[str, Any]]:
             ) from error
         entries.append(entry)
     return entries
+
+
+def read_experts(directory: Path) -> dict[str, Any] | None:
+    """The last reading of `router_loads.ExpertLoads`, as a dict with its step; None if there was none."""
+    path = directory / EXPERTS
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def num_skipped(directory: Path, last_step: int) -> int:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
 
 from patchgen.runtime import attention_kinds
 from patchgen.runtime.checkpoint.load import match_checkpoint
 from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import checkpointing, report
-from patchgen.runtime.parallel.config import draw
+from patchgen.runtime.parallel.config import ParallelConfig, draw
 from patchgen.runtime.train import (
     attention_choice,
     captured,
@@ -23,12 +22,14 @@ from patchgen.runtime.train import (
     lora_targets,
     memory,
     optimizers,
+    planned_device,
     resize_vocab,
     run_lock,
     run_log,
 )
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import micro_batches_per_step
+from patchgen.runtime.train.planned_device import PlannedDevice
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
@@ -36,6 +37,13 @@ if TYPE_CHECKING:
 
 # bfloat16 has 8 bits of precision: near 0.02, a typical weight, updates below half of 1.2e-4 are rounded away.
 SMALL_LR = 6e-5
+DRAWN_RANKS = 64  # of more ranks no table is printed
+PURPOSES = {  # dimension -> what its ranks do
+    "sp": "share a sequence",
+    "ep": "share the experts",
+    "ep_shard": "hold shards of the same experts",
+    "dp_replicate": "hold the same shards",
+}
 
 
 def require_valid(recipe: Recipe, world_size: int) -> None:
@@ -60,6 +68,11 @@ def require_valid(recipe: Recipe, world_size: int) -> None:
     for kind in recipe.log.trackers:
         run_log.require_tracker(kind)
     run_lock.require_writable(recipe.directory)
+    for name, data in (("data", recipe.data), ("eval_data", recipe.eval_data)):
+        if data is not None and (reason := run_lock.why_not_writable(data.cache_root)):
+            raise RecipeError(
+                f"The cache folder {data.cache_root} cannot be written: {reason}. To fix: name another {name}.cache_dir."
+            )
     for field, is_set, size in (
         ("head_groups", recipe.parallel.head_groups > 1, "sp"),
         ("expert_capacity", recipe.parallel.expert_capacity is not None, "ep"),
@@ -110,27 +123,37 @@ def require_valid_on_some_ranks(recipe: Recipe) -> None:
     raise errors[0]
 
 
-def describe(recipe: Recipe, model: PreTrainedModel, world_size: int) -> str:
+def describe(
+    recipe: Recipe,
+    model: PreTrainedModel,
+    world_size: int,
+    device: PlannedDevice | None = None,
+    unchecked: Sequence[str] = (),
+) -> str:
     """Rank map, what runs where, cost and memory of a run on `world_size` ranks.
 
     Args:
         model: as `checks.build_runnable` returns it.
+        device: of each rank; None: that of this machine.
+        unchecked: of `planned_device.plannable`.
     """
     layout = models.parallel_config(recipe.parallel, world_size)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or planned_device.planned(None)
     checkpointing.apply(model, recipe.parallel.activation_checkpointing)
     chosen = models.configure_seams(recipe, model)
     cost = flops.model_cost(model)
-    options = models.sharding_options(recipe.parallel, device)
+    options = models.sharding_options(recipe.parallel, device.device)
     if not choose.objective_of(recipe.objective).is_models_own:
         chosen["causal_lm_loss"] = "by the objective, in chunks"
     estimate = memory.estimate(model, recipe, layout, options.param_dtype, memory.has_fused_loss(chosen))
     train, tokens = recipe.train, recipe.data.tokens_per_batch
-    peak = recipe.log.peak_tflops or flops.peak_tflops(device)
+    peak = recipe.log.peak_tflops or device.peak_tflops
     step_flops = cost.flops([tokens] * train.batches_per_step)
     rates = [optimizers.lr_factor(step, recipe.optim, train.steps) * recipe.optim.lr for step in (0, train.steps - 1)]
     weights = models.find_weights(recipe.model)
     lines = [
+        f"planned for  {world_size:,} x {device.text}",
+        *([f"unchecked    {', '.join(unchecked)}: only a machine with that device can tell"] if unchecked else []),
         f"model        {type(model).__name__}, {cost.parameters / 1e6:,.1f} M parameters, {cost.active / 1e6:,.1f} M "
         f"active per token; weights: {weights or 'random'}",
         *([f"vocabulary   {line}"] if (line := _vocabulary(recipe, model)) else []),
@@ -142,9 +165,7 @@ def describe(recipe: Recipe, model: PreTrainedModel, world_size: int) -> str:
         + (f", {step_flops / world_size / peak / 1e12 / 0.4:.2f} s at 40 % MFU" if peak else ""),
         f"optimizer    {recipe.optim.name}, lr {rates[0]:.2e} at step 1, {rates[1]:.2e} at step {train.steps}",
         *(f"{name:<12} {chosen.get(name, 'eager')}" for name in report.seam_users(model)),
-        *attention_choice.explain(
-            type(model), model.config, attention_kinds.named_in(model.config), models.compute_dtype(recipe)
-        ).splitlines(),
+        *_attention_lines(recipe, model, device),
         *(
             [f"lora         {lora_targets.find_targets(model, recipe.lora).summary}"]
             if recipe.lora is not None
@@ -153,10 +174,51 @@ def describe(recipe: Recipe, model: PreTrainedModel, world_size: int) -> str:
         f"run          {recipe.directory}",
         "",
         estimate.text(),
+        *_share_of_device(estimate.total, device),
         "",
-        draw(layout),
+        draw(layout) if layout.world <= DRAWN_RANKS else summary(layout),
     ]
     return "\n".join(lines)
+
+
+def _attention_lines(recipe: Recipe, model: PreTrainedModel, device: PlannedDevice) -> list[str]:
+    """The attention of each kind of layer, and why nothing faster was chosen; for a GPU of another machine what decides there."""
+    if device.kind == "cuda" and not device.is_here:
+        return ["attention    chosen there: the fastest of those installed that takes these layers"]
+    names = attention_kinds.named_in(model.config)
+    return attention_choice.explain(type(model), model.config, names, models.compute_dtype(recipe)).splitlines()
+
+
+def _share_of_device(total: int, device: PlannedDevice) -> list[str]:
+    """How much of the device's memory the estimate is."""
+    if device.memory is None:
+        return []
+    share = total / device.memory
+    more = "; it does not fit: docs/troubleshooting.md says what takes less" if share > 1 else ""
+    return [f"  {share:.0%} of the {device.memory / 2**30:.0f} GiB of a device{more}"]
+
+
+def summary(layout: ParallelConfig) -> str:
+    """What the ranks of a large layout hold, by groups, in place of a table with a column for each."""
+    lines = [
+        f"{layout.world:,} ranks, each with 1/{layout.num_shards} of the dense parameters and of the experts: 1/{layout.ep} of "
+        f"them, each in {layout.ep_shard} shards",
+        f"  {layout.num_batches:,} different batches per micro-step, one for each {layout.sp} ranks: rank r reads batch "
+        + ("r" if layout.sp == 1 else f"r // {layout.sp}"),
+    ]
+    for name, purpose in PURPOSES.items():
+        groups = layout.groups(name)
+        if len(groups[0]) > 1:
+            shown = ", ".join(_ranks_text(group) for group in groups[:2]) + (", ..." if len(groups) > 2 else "")
+            lines.append(f"  {name:<13} {len(groups):>5,} x {len(groups[0]):>5,} ranks that {purpose}: {shown}")
+    return "\n".join(lines)
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """`0-7`, or `0, 8 ... 1016` for ranks that are not neighbours."""
+    if ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"[{ranks[0]}-{ranks[-1]}]"
+    return f"[{ranks[0]} {ranks[1]} ... {ranks[-1]}]" if len(ranks) > 2 else f"[{ranks[0]} {ranks[1]}]"
 
 
 def _vocabulary(recipe: Recipe, model: PreTrainedModel) -> str:

@@ -270,7 +270,7 @@ class LogConfig:
         trackers: services to log to as well; each needs its package.
         project: of wandb and trackio.
         peak_tflops: of one device in the compute dtype, for MFU; null: by the device's name.
-        expert_load: record the load of the busiest expert.
+        expert_load: record the loads of experts, show them on the run's page, and warn once of routers that have collapsed.
     """
 
     directory: str | None = None

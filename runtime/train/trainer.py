@@ -30,10 +30,9 @@ from patchgen.runtime.objectives import learning
 from patchgen.runtime.objectives.batch import inputs_of
 from patchgen.runtime.parallel import gradients, loss, peer_memory, report, sharding, watch
 from patchgen.runtime.parallel.collectives import all_reduce, broadcast_object
-from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.reshard import reshard
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import first_loss, flops, lora, optimizers, reading, run_lock, run_log, setup
+from patchgen.runtime.train import first_loss, flops, lora, optimizers, reading, router_loads, run_lock, run_log, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.captured import CapturedStep
 from patchgen.runtime.train.feed import Batches, End, Feed, StepBatches, micro_batches_per_step, require_first_step
@@ -99,9 +98,7 @@ class Trainer:
         self.peak_tflops = recipe.log.peak_tflops or flops.peak_tflops(device)
         self.optimizer = optimizers.build(self.model, recipe.optim)
         self.captured = CapturedStep(self.model, self.state, device, self.micro_batch) if train.cuda_graph else None
-        self.expert_counter = (
-            ExpertLoad(self.model) if recipe.log.expert_load and sharding.expert_paths(self.model) else None
-        )
+        self.router_loads = router_loads.of_model(self.model) if recipe.log.expert_load else None
         self.step, self.evaluated_step = 0, 0
         self.skipped, self.num_skipped = 0, 0  # in a row, and in the whole run
         self.checkpoints: RunCheckpoints | None = None  # set by `run`
@@ -413,6 +410,7 @@ class Trainer:
         total = float(all_reduce(share, operation="add up the loss"))
         devices = dist.get_world_size()
         tflops = batches.flops / seconds / devices / 1e12
+        experts = self.read_router_loads()
         record = StepRecord(
             step=self.step,
             loss=total,
@@ -425,19 +423,20 @@ class Trainer:
             tflops=tflops,
             mfu=tflops / self.peak_tflops if self.peak_tflops else None,
             peak_memory_gib=self.peak_memory() / 2**30 if self.device.type == "cuda" else None,
-            expert_load=self.expert_load(),
+            expert_load=experts.busiest if experts else None,
+            experts=experts,
+            warning=self.router_loads.warning(experts) if self.router_loads and experts else None,
             skipped=not math.isfinite(norm),
             sources=self.source_losses.figures(batches.sources) if self.source_losses else None,
         )
         for listener in self.listeners:
             listener.on_step(record)
 
-    def expert_load(self) -> float | None:
-        """Load of the busiest expert of any layer, as a multiple of the even share; read every `log.every` steps."""
-        if self.expert_counter is None or self.step % self.recipe.log.every:
+    def read_router_loads(self) -> router_loads.ExpertLoads | None:
+        """What each expert got since the last reading, every `log.every` steps (collective)."""
+        if self.router_loads is None or self.step % self.recipe.log.every:
             return None
-        counts = self.expert_counter.read().values()
-        return max((float(count.max() / count.float().mean()) for count in counts), default=None)
+        return self.router_loads.read()
 
 
 def freeze_objects() -> None:

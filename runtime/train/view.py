@@ -59,6 +59,8 @@ class PlainView(Listener):
             )
             if record.sources:
                 print(f"     {source_losses(record.sources)}", flush=True)
+        if record.warning:
+            print(f"WARNING, step {record.step}: {record.warning}", flush=True)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         print(
@@ -95,6 +97,10 @@ class LiveView(Listener):
     def on_step(self, record: StepRecord) -> None:
         remaining = self._remaining.update(record)
         self._losses.append(record.loss)
+        if record.warning:
+            self._console.print(
+                f"WARNING, step {record.step}: {record.warning}", style="yellow", highlight=False, markup=False
+            )
         if record.step % self.every:
             return
         self._progress.update(self._task, completed=record.step)

@@ -224,6 +224,11 @@ def stale_proofs(names: Iterable[str]) -> list[Stale]:
     return [one for one in found if one.names]
 
 
+def unproven(names: Iterable[str]) -> list[str]:
+    """The committed models without any recorded proof, in one process or on ranks."""
+    return [name for name in names if not CommittedModel(name).layouts]
+
+
 def proof_holds(name: str, layout: str = IN_ONE_PROCESS, key: Mapping[str, str] | None = None) -> bool:
     """Whether a committed model has a valid proof, in one process or of a layout on ranks.
 

@@ -31,7 +31,7 @@ def command(folder: Path, place: Path, *more: str, **changes: dict) -> list[str]
 
 
 def wait_for_step(process: subprocess.Popen, run: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while max((entry["step"] for entry in run_log.read(run)), default=0) < step:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "no step was taken"
@@ -55,12 +55,12 @@ def test_ctrl_c_saves_and_the_same_command_continues(trainer_folder, tmp_path, o
     process = start(arguments)
     wait_for_step(process, tmp_path / "run", 3)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
-    text, _ = process.communicate(timeout=60)
+    text, _ = process.communicate(timeout=300)
     assert process.returncode == launch.STOPPED, text
     taken = len(losses(tmp_path / "run"))
     assert 3 <= taken < STEPS
     assert f"step {taken}: stopped on request" in text
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"continued after step {taken}" in done.stdout
     assert (tmp_path / "run" / "index.html").is_file()
@@ -100,8 +100,8 @@ def test_ranks_end_with_a_killed_launcher(moment, trainer_folder, tmp_path):
     ranks = wait_for_ranks(process, 2)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+    deadline = time.monotonic() + 240  # a rank that is still importing torch on a busy machine ends after that
+    while any(is_running(rank) for rank in ranks):
         assert time.monotonic() < deadline, f"some of {ranks} outlived their launcher"
         time.sleep(0.05)
     run_lock.require_free(tmp_path / "run")
@@ -109,7 +109,7 @@ def test_ranks_end_with_a_killed_launcher(moment, trainer_folder, tmp_path):
 
 
 def wait_for_ranks(process: subprocess.Popen, number: int) -> list[int]:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while len(found := ranks_of(process.pid)) < number:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "no ranks were started"
@@ -156,19 +156,19 @@ def test_a_rank_is_known_by_torchruns_own_variable(variables, options, expected,
 def test_a_run_that_skipped_most_steps_is_no_success(trainer_folder, tmp_path):
     optim = {"lr": 1e30, "warmup_steps": 0}
     arguments = command(trainer_folder, tmp_path, optim=optim, train={"steps": 6}, checkpoint={"export": False})
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
     assert done.returncode == launch.SKIPPED, done.stdout + done.stderr
     skipped = [entry["skipped"] for entry in run_log.read(tmp_path / "run")]
     assert len(skipped) == 6 and sum(skipped) > 2
     assert f"skipped: {sum(skipped)} of 6 steps changed no weight" in done.stdout
-    again = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    again = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
     assert f"skipped: {sum(skipped)} of 6 steps" in again.stdout, "also where nothing is left to train"
 
 
 def test_variables_of_a_rank_do_not_change_how_many_ranks_train(trainer_folder, tmp_path):
     arguments = command(trainer_folder, tmp_path, "--nproc", "2", train={"steps": 3}, checkpoint={"export": False})
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "on 2 ranks" in done.stdout
 
@@ -178,7 +178,7 @@ def test_ctrl_c_reaches_all_ranks_of_the_agent(trainer_folder, tmp_path):
     process = start(command(trainer_folder, tmp_path, "--nproc", "2"))
     wait_for_step(process, tmp_path / "run", 3)
     os.kill(process.pid, signal.SIGTERM)  # as a scheduler sends it: to the launcher alone
-    text, _ = process.communicate(timeout=120)
+    text, _ = process.communicate(timeout=300)
     assert process.returncode == launch.STOPPED, text
     assert "stopped on request" in text
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
@@ -226,7 +226,7 @@ def test_an_error_of_a_rank_is_told_once_by_the_agent(tmp_path):
     file = tmp_path / "error.json"
     rank = [sys.executable, "-m", "patchgen.runtime.launch", '{"model": {"source": "x"}, "data": {}, "zebra": 1}']
     environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(file)}
-    done = subprocess.run(rank, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(rank, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     told = launch._reason(ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file)))
     assert told.startswith("recipe has 1 problem(s):\n  zebra: no such key.") and "Traceback" not in told
@@ -237,6 +237,14 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("localhost", 0))
         return found.getsockname()[1]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process does anything: one that has ended may keep its entry until somebody asks for its result."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def ranks_of(pid: int) -> list[int]:

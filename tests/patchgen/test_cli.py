@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from invoked import invoke
+from invoked import invoke, record_proof
 
 from patchgen import commands, model_configs, pipeline, provenance, upstream
 from patchgen.cli import app
@@ -29,11 +29,12 @@ MODEL = "qwen3"
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of generated models with one in it, and without proofs: whether those hold is not a matter of its files."""
+    """A folder of generated models with one in it, and a proof that holds: whether the committed one does is not at issue."""
     root = tmp_path / "generated_models"
     shutil.copytree(provenance.generated_root() / MODEL, root / MODEL, ignore=shutil.ignore_patterns("verify*"))
     monkeypatch.setattr(provenance, "generated_root", lambda: root)
     invoke("generate", MODEL, "--force")
+    record_proof(root / MODEL)
     return root
 
 
@@ -189,6 +190,7 @@ def test_check_calls_a_model_from_a_file_unchecked_and_sees_its_edits(models: Pa
     source.write_text(upstream.load(MODEL).text)
     (tmp_path / f"configuration_{MODEL}.py").write_text(configuration(MODEL))
     invoke("generate", "own", "--source", str(source))
+    record_proof(models / "own")
     result = invoke("check")
     assert result.exit_code == 0
     assert "unchecked own" in result.output and "1 of 2 generated models are current, 1 unchecked" in result.output
@@ -199,6 +201,15 @@ def test_check_calls_a_model_from_a_file_unchecked_and_sees_its_edits(models: Pa
         result = invoke("check", "own")
         assert result.exit_code == 1 and name in result.output
         path.write_bytes(before)
+
+
+def test_check_fails_for_models_without_any_proof(models: Path):
+    assert "Every recorded proof is current" in invoke("check").output
+    (models / MODEL / "verify.json").unlink()
+    result = invoke("check")
+    assert result.exit_code == 1
+    assert f"unproven 1 of 1 models have no proof: {MODEL}. To fix: patchgen verify {MODEL}" in result.output
+    assert "Every recorded proof" not in result.output and "No proof is recorded" in result.output
 
 
 def test_check_without_models_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

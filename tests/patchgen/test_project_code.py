@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from invoked import record_proof
 from typer.testing import CliRunner
 
 from patchgen import model_configs, pipeline, project_code, provenance, upstream
@@ -87,6 +88,8 @@ def test_what_is_generated_goes_into_the_project_and_is_checked_there(place):
     assert record["command"] == f"patchgen generate {MODEL} --transformers {record['upstream']['version']}"
     diff = (place / "generated" / MODEL / f"modeling_{MODEL}.diff").read_text()
     assert f"\n+++ b/generated/{MODEL}/modeling_{MODEL}.py\n" in diff
+    assert "have no proof: llama. To fix: patchgen verify llama" in run("check", code=1)
+    record_proof(place / "generated" / MODEL)
     assert "1 of 1 generated models are current" in run("check")
     assert MODEL in run("list") and "mixtral" not in run("list")
     path = place / "generated" / MODEL / f"modeling_{MODEL}.py"
@@ -116,6 +119,7 @@ def test_a_pass_of_the_project_runs_is_explained_and_is_part_of_what_check_compa
     assert '    # patchgen: trace_attention\n    @torch.profiler.record_function("LlamaAttention")\n' in text
     assert "trace_attention" in run("list").replace("\n", "")
     assert "a forward gets a decorator" in run("explain", "trace_attention")
+    record_proof(place / "generated" / MODEL)
     assert "1 of 1" in run("check")
     with_pass(
         place,
@@ -142,6 +146,7 @@ def test_the_edit_and_the_pass_of_the_page_from_start_to_end(place):
         '@torch.profiler.record_function("Olmo2Attention")'
         in (place / "generated" / "olmo2" / "modeling_olmo2.py").read_text()
     )
+    record_proof(place / "generated" / "olmo2")
     assert "1 of 1" in run("check")
 
 

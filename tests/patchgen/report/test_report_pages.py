@@ -97,6 +97,21 @@ def test_a_committed_file_that_differs_is_said_and_its_proof_is_outdated(models)
     assert ">outdated<" in page
 
 
+def test_the_index_marks_models_that_are_not_what_generation_gives_now(models, tmp_path):
+    def index() -> str:
+        run("report", "--output", str(tmp_path / "pages"))
+        return (tmp_path / "pages" / "index.html").read_text()
+
+    run("generate", MODEL)
+    assert ">stale</span>" not in index()
+    path = models / MODEL / f"modeling_{MODEL}.py"
+    path.write_text(path.read_text() + "# mine\n")
+    page = index()
+    assert (
+        "1 stale</span>" in page and f'title="modeling_{MODEL}.py: not what generation gives now">stale</span>' in page
+    )
+
+
 def test_a_model_from_a_file_is_compared_with_that_file(tmp_path, models):
     source = tmp_path / "modeling_own.py"
     source.write_text(upstream.load(MODEL).text.replace('"""\n', '"""  # </script><img src=x>\n', 1))

@@ -235,7 +235,7 @@ def test_two_models_are_compared_in_two_processes(models: Path, monkeypatch: pyt
     processes: list[int] = []
 
     class Pool(ThreadPoolExecutor):
-        def __init__(self, count: int, **_: object) -> None:
+        def __init__(self, count: int, *_: object) -> None:
             processes.append(count)
             super().__init__(count)
 

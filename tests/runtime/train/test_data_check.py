@@ -14,9 +14,9 @@ from patchgen.errors import PatchgenError
 from patchgen.runtime import launch
 from patchgen.runtime.data import DataConfig, DataError, SourceConfig, build_loader, train_tokenizer
 from patchgen.runtime.doctor.samples import first_samples
-from patchgen.runtime.train import data_view, preflight, run_log, setup
+from patchgen.runtime.train import data_check, data_view, preflight, run_log, setup
 from patchgen.runtime.train.data_check import describe_first_samples, encode_first_samples
-from patchgen.runtime.train.recipe import from_dict
+from patchgen.runtime.train.recipe import RecipeError, from_dict
 from patchgen.runtime.train.trainer import Trainer
 
 SMALL = {
@@ -205,3 +205,21 @@ def save_weights(start: Path, folder: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(start)).save_pretrained(folder)
+
+
+def test_batches_shorter_than_any_sample_are_refused_before_ranks(start, tmp_path):
+    (tmp_path / "long.jsonl").write_text((json.dumps({"text": "a and b " * 40}) + "\n") * 3)
+    data = {"sources": [{"path": str(tmp_path / "long.jsonl")}], "tokens_per_batch": 16, "on_long": "skip"}
+    recipe = recipe_of(start, tmp_path, data)
+    parts = setup.data_parts(recipe)
+    with pytest.raises(
+        RecipeError, match=r"data: no sample fits a batch: .*long.jsonl:1: \d+ tokens, more than the limit of 16"
+    ):
+        data_check.require_lengths(recipe, parts)
+    with pytest.raises(DataError, match=r"long.jsonl:1: .*set data.on_long to"):
+        data_check.require_lengths(recipe_of(start, tmp_path, data | {"on_long": "error"}), parts)
+    for change in ({"on_long": "truncate"}, {"tokens_per_batch": 4096}):
+        data_check.require_lengths(recipe_of(start, tmp_path, data | change), parts)
+    with (tmp_path / "long.jsonl").open("a") as file:
+        file.write('{"text": "a"}\n')
+    data_check.require_lengths(recipe, parts)

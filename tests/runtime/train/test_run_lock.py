@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +51,15 @@ def test_a_directory_that_cannot_be_written_is_refused_before_it_is_made(tmp_pat
             pass
     run_lock.require_writable(tmp_path / "a" / "b")
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder in which nobody can write")
+def test_a_folder_in_which_nobody_can_write_is_refused_to_root_as_well(tmp_path):
+    """Its permissions say that root may."""
+    with pytest.raises(
+        RecipeError, match="directory of the run, /proc/self/runs/one, cannot be written: .*another log.directory"
+    ):
+        run_lock.require_writable(Path("/proc/self/runs/one"))
+    (tmp_path / "file").touch()
+    assert run_lock.why_not_writable(tmp_path / "file" / "cache") == f"{tmp_path / 'file'} is not a folder"
+    assert run_lock.why_not_writable(tmp_path / "new" / "er") == "" and [*tmp_path.iterdir()] == [tmp_path / "file"]

@@ -13,7 +13,17 @@ from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataError
 from patchgen.runtime.parallel import ParallelConfig
-from patchgen.runtime.train import attention_choice, checks, memory, model, optimizers, preflight, run_plan
+from patchgen.runtime.train import (
+    attention_choice,
+    checks,
+    memory,
+    model,
+    optimizers,
+    planned_device,
+    preflight,
+    run_plan,
+)
+from patchgen.runtime.train.planned_device import PlannedDevice
 from patchgen.runtime.train.recipe import ModelConfig, RecipeError, from_dict
 from patchgen.runtime.verify.small_config import small_config
 
@@ -40,7 +50,7 @@ def described(recipe, world: int) -> str:
 
 def test_a_dry_run_says_what_would_run():
     text = described(recipe_of(parallel={"ep": 2, "sp": 2}), world=8)
-    assert text.startswith("model        Qwen3MoeForCausalLM"), "facts first, and no recipe"
+    assert text.splitlines()[1].startswith("model        Qwen3MoeForCausalLM"), "facts first, and no recipe"
     assert "ep groups (share the experts; tokens are exchanged): [0 1] [2 3]" in text
     assert "Qwen3MoeForCausalLM, 0.1 M parameters" in text
     assert "8 batches of up to 256 tokens, 2 per batch group" in text
@@ -307,7 +317,7 @@ def test_a_run_in_float32_gets_an_attention_that_computes_in_it(monkeypatch):
         built = model.build_on_meta(recipe)
         assert built.config._attn_implementation == expected
         assert preflight.examine(recipe).attention == expected
-        told[dtype] = run_plan.describe(recipe, built, 1)
+        told[dtype] = run_plan.describe(recipe, built, 1, PlannedDevice("NVIDIA H200", "cuda", is_here=True))
     assert [line for line in told["float32"].splitlines() if flash in line and line.endswith(": cannot do float32")]
     assert flash in told[None] and ": cannot do float32" not in told[None]
     refused = recipe_of(model={"attention": flash}, parallel={"param_dtype": "float32"})
@@ -445,3 +455,69 @@ def test_of_adapters_the_estimate_counts_what_peft_would_train_and_nothing_that_
     adapted = peft.get_peft_model(model.build_on_meta(recipe), wanted)
     trained = sum(4 * parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
     assert (found.gradients, found.optimizer) == (trained, 2 * trained) and trained
+
+
+def test_gradients_before_their_sum_are_counted_and_with_them_the_sum():
+    """Of embeddings and head, which are one unit, and the largest part of a small model with a large vocabulary."""
+    recipe = recipe_of(model={"overrides": SMALL | {"vocab_size": 32_000}}, data={"tokens_per_batch": 8})
+    built = model.build_on_meta(recipe)
+    vocabulary = 2 * 32_000 * 32  # embeddings and head
+    sharded = memory.estimate(built, recipe, ParallelConfig(dp_shard=2), torch.bfloat16, fused_loss=True)
+    assert sharded.reduction == pytest.approx(vocabulary * (2 + 4), rel=0.1), "in bfloat16, and summed in float32"
+    exchanged = replace(recipe, parallel=replace(recipe.parallel, exchange_gradients=True))
+    sent = memory.estimate(built, exchanged, ParallelConfig(dp_shard=2), torch.bfloat16, fused_loss=True)
+    assert sent.reduction == pytest.approx(vocabulary * (2 + 2), rel=0.1)
+    alone = memory.estimate(built, recipe, ParallelConfig(), None, fused_loss=True)
+    assert alone.reduction == 0 and sharded.total > sharded.parameters + sharded.reduction
+
+
+def planned(recipe, world: int, name: str | None) -> str:
+    device = planned_device.planned(name)
+    recipe, unchecked = planned_device.plannable(recipe, device)
+    return run_plan.describe(recipe, checks.build_runnable(recipe, world), world, device, unchecked)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="plans for this machine's GPU")
+def test_a_plan_says_for_which_device_it_is():
+    recipe = recipe_of(kernels={"fused_moe": "sonic"}, model={"attention": "patchgen_flash_attention_4"})
+    text = planned(recipe, 8, "h200")
+    assert text.startswith("planned for  8 x NVIDIA H200, 140 GiB, which is not in this machine")
+    assert (
+        "kernels.fused_moe = sonic, model.attention = patchgen_flash_attention_4: only a machine with that device"
+        in text
+    )
+    assert "% of the 140 GiB of a device" in text and "s at 40 % MFU" in text, "memory and peak of that GPU"
+    here, cpu = planned(recipe_of(), 8, None), planned(recipe_of(), 8, "cpu")
+    assert (
+        here.startswith("planned for  8 x the CPU, for this machine has no GPU; --device h100") and "MFU" not in here
+    )
+    assert cpu.startswith("planned for  8 x the CPU\n")
+    sizes = [float(one.partition("gathered")[2].split()[0]) for one in (text, here)]
+    assert sizes[0] == pytest.approx(sizes[1] / 2, abs=0.01), "on a GPU layers are gathered in bfloat16"
+
+
+def test_a_model_that_does_not_fit_is_told():
+    large = {"num_hidden_layers": 2, "hidden_size": 8192, "intermediate_size": 8192, "vocab_size": 400_000}
+    assert "it does not fit" in planned(recipe_of(model={"overrides": SMALL | large}), 1, "h100")
+
+
+@pytest.mark.parametrize("section", ["data", "eval_data"])
+def test_a_cache_folder_that_cannot_be_written_is_refused(section, tmp_path):
+    (tmp_path / "file").touch()
+    recipe = recipe_of(**{section: {"cache_dir": str(tmp_path / "file" / "cache")}})
+    with pytest.raises(
+        RecipeError, match=f"cache folder .*/file/cache cannot be written: .* another {section}.cache_dir"
+    ):
+        run_plan.require_valid(recipe, 1)
+
+
+def test_of_many_ranks_a_plan_is_a_summary():
+    recipe = recipe_of(parallel={"ep": 8, "sp": 4}, train={"batches_per_step": 256})
+    text = run_plan.summary(model.parallel_config(recipe.parallel, 1024))
+    assert text.startswith("1,024 ranks, each with 1/1024 of the dense parameters and of the experts: 1/8 of them")
+    assert "rank r reads batch r // 4" in text and len(text.splitlines()) == 5
+    assert "sp              256 x     4 ranks that share a sequence: [0-3], [4-7], ..." in text
+    assert (
+        "ep_shard          8 x   128 ranks that hold shards of the same experts: [0 8 ... 1016], [1 9 ... 1017]"
+        in text
+    )

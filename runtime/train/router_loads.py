@@ -1,0 +1,133 @@
+"""How evenly the routers of a model spread tokens over experts, and the warning for those that have collapsed.
+
+    even        every expert gets K / E of the tokens
+    collapsed   nearly all tokens go to K experts of a layer, or nearly every token goes to one: the others learn little or
+                nothing, and the ranks of the busy ones work while the others wait
+
+E experts   K experts per token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from patchgen.runtime.parallel import sharding
+from patchgen.runtime.parallel.expert_load import ExpertLoad
+from patchgen.runtime.train import flops
+
+COLLAPSED = 0.9
+"""A layer has collapsed if its K busiest experts get this much of what even routing would leave to the other experts ..."""
+ONE_EXPERT, LEAST_MULTIPLE = 0.95, 4.0
+"""... or if so many of the tokens go to one expert, at least this multiple of its even share."""
+READINGS = 3
+"""So many readings in a row tell: one may be chance."""
+TOKENS_PER_EXPERT = 8
+"""With fewer tokens per expert in a reading, few experts get nearly all of them by chance."""
+SHOWN_LAYERS = 3
+
+
+@dataclass(frozen=True)
+class ExpertLoads:
+    """What each expert got since the last reading, over all ranks.
+
+    Attributes:
+        counts: path of an experts module -> slots (one of K per token) of each of its experts.
+        per_token: K.
+    """
+
+    counts: dict[str, list[int]]
+    per_token: int
+
+    @property
+    def busiest(self) -> float:
+        """Load of the busiest expert of any layer, as a multiple of the even share; at most E / K."""
+        return max(max(counts) * len(counts) / sum(counts) for counts in self.counts.values())
+
+    @property
+    def shares(self) -> list[float]:
+        """For each layer the share of its K busiest experts: K / E if routing is even, 1 if the other experts get nothing."""
+        return [round(self.share(path), 4) for path in self.counts]
+
+    def share(self, path: str) -> float:
+        """That of one layer."""
+        return self._share(self.counts[path])
+
+    def collapsed(self) -> list[str]:
+        """The paths of layers that have collapsed; of layers with too few tokens nothing is said."""
+        return [path for path, counts in self.counts.items() if self._has_collapsed(counts)]
+
+    def _has_collapsed(self, counts: Sequence[int]) -> bool:
+        if sum(counts) < TOKENS_PER_EXPERT * len(counts) or len(counts) == self.per_token:
+            return False
+        even, of_tokens = self.per_token / len(counts), max(counts) * self.per_token / sum(counts)
+        is_on_one = of_tokens >= ONE_EXPERT and of_tokens / even >= LEAST_MULTIPLE * ONE_EXPERT
+        return is_on_one or self._share(counts) - even >= COLLAPSED * (1 - even)
+
+    def _share(self, counts: Sequence[int]) -> float:
+        return sum(sorted(counts)[-self.per_token :]) / sum(counts)
+
+
+class RouterLoads:
+    """Reads the loads, and finds layers that have collapsed.
+
+    Args:
+        model: a model with experts.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._counter = ExpertLoad(model)
+        self._config = model.config.get_text_config()
+        self._per_token = flops.experts_per_token(self._config)
+        self._readings: dict[str, int] = {}  # of a layer that has collapsed, in a row
+        self._has_warned = False
+
+    def read(self) -> ExpertLoads | None:
+        """The loads since the last reading (collective); None if no experts were called with indices."""
+        counts: Mapping[str, Tensor] = self._counter.read()
+        return (
+            ExpertLoads({path: count.tolist() for path, count in counts.items()}, self._per_token) if counts else None
+        )
+
+    def warning(self, loads: ExpertLoads) -> str | None:
+        """What is wrong and what to do, at the first reading that tells; None before and after."""
+        self._readings = {path: self._readings.get(path, 0) + 1 for path in loads.collapsed()}
+        collapsed = [path for path, readings in self._readings.items() if readings >= READINGS]
+        if self._has_warned or not collapsed:
+            return None
+        self._has_warned = True
+        worst = max(collapsed, key=loads.share)
+        counts, more = loads.counts[worst], len(collapsed) - SHOWN_LAYERS
+        num_experts, idle = len(counts), counts.count(0)
+        shown = ", ".join(collapsed[:SHOWN_LAYERS]) + (f" and {more} more" if more > 0 else "")
+        return (
+            f"Routers have collapsed in {len(collapsed)} of {len(loads.counts)} layers ({shown}): for {READINGS} readings in a row "
+            f"few experts got nearly all tokens. In {worst} the {loads.per_token} busiest of {num_experts} got "
+            f"{loads.share(worst):.0%}, the busiest {max(counts) * num_experts / sum(counts):.1f}x the even share; {idle} got "
+            f"none. To fix: {remedy(self._config)}"
+        )
+
+
+def of_model(model: PreTrainedModel) -> RouterLoads | None:
+    """What reads the loads of a model; None without experts."""
+    return RouterLoads(model) if sharding.expert_paths(model) else None
+
+
+def remedy(config: PreTrainedConfig) -> str:
+    """What balances the router of a model with this text config, in keys of a recipe."""
+    slower = "lower optim.lr or raise optim.warmup_steps"
+    is_on, coefficient = getattr(config, "output_router_logits", None), getattr(config, "router_aux_loss_coef", None)
+    if is_on is None or coefficient is None:  # upstream has no loss of its routers
+        return f"{slower}; this model has no router loss."
+    if not is_on:
+        return (
+            "train with the router's loss, which is off: model.overrides: {output_router_logits: true, router_aux_loss_coef: "
+            f"{coefficient or 0.01:g}}}; or {slower}."
+        )
+    return (
+        "raise the coefficient of the router's loss, model.overrides: {router_aux_loss_coef: ...} "
+        f"(now {coefficient:g}); or {slower}."
+    )
