@@ -86,6 +86,11 @@ def find_region(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anat
     between = [node for node in body[start + 1 : end] if not _is_unset(node, call.loss)]
     inside = [node for i, node in enumerate(between) if _makes(node, logits, between[i + 1 :])]
     outside = [node for node in between if node not in inside]
+    kept = [*body[:start], *outside, *body[end:]]
+    if lost := (set(stored(first, *inside)) - {logits}) & {call.labels, *loaded(*kept)}:
+        raise Missed(
+            f"logits made without a new value of {', '.join(sorted(lost))}, which other code reads", code(first)
+        )
     if call.function == LIBRARY_LOSS and not _reads(anatomy, body[:end], call.labels):
         call = replace(call, form=library_form(owner, anatomy))
     return LossRegion(end, call, first, from_parameter, inside, outside, code(projected), module, source)
@@ -178,6 +183,8 @@ def _loss_arguments(editor: Editor, call: ast.Call, forward: FunctionNode) -> tu
     logits, labels = named.pop("logits"), named.pop("labels")
     if named.get("vocab_size") in (f"{logits}.shape[-1]", f"{logits}.size(-1)"):
         named["vocab_size"] = "None"
+    if logits in loaded(*map(ast.parse, named.values())):
+        raise Missed("arguments that are known above the logits", whole)
     if kwargs and not rest and not named.keys() & {"num_items_in_batch", "shift_labels"}:
         rest = [f"**ops.step_labels({kwargs})"]  # upstream passes nothing of a step: packed rows would leak
     return logits, labels, [*(f"{name}={source}" for name, source in named.items()), *rest]

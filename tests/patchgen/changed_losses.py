@@ -45,20 +45,14 @@ ABOVE_THE_LOSS = (
         ("a shift of the tokens", "\n        logits = logits.roll(1, 1)"),
         ("a change that depends on the length", "\n        if logits.shape[1] > 7:\n            logits = logits * 2"),
         ("a convolution below the head", "\n        logits = torch.conv1d(logits.mT.contiguous(), logits.new_ones(logits.shape[2], 1, 3), padding=1, groups=logits.shape[2]).mT.contiguous()"),
-        ("a loss without labels", "\n        loss = 0.0"),
-        ("an early return below the head", "\n        if labels is None:\n            return outputs"),
     )),
     *(case(title, (PROJECTED, f"{code}\n        {PROJECTED}")) for title, code in (
-        ("an early return above the head", "if labels is None:\n            return outputs"),
         ("labels changed above the head", "labels = labels.masked_fill(labels < 50, -100) if labels is not None else None"),
-        ("labels changed in place", "labels = labels.clamp_(min=0) if labels is not None else None"),
     )),
     case("a scale of another local", (PROJECTED, f"spread = hidden_states.std()\n        {PROJECTED}\n        logits = logits * spread")),
     case("a column of the whole row", (PROJECTED, f"{PROJECTED}\n        columns = logits.argmax(-1)\n        logits[:, :, columns] = -7.0")),
     case("labels that a function changes", (HIDDEN, HIDDEN + "        seen = masked(labels)\n"), (HEAD_CLASS, "def masked(y):\n    return None if y is None else y.masked_fill_(y % 3 == 0, -100)\n\n\n" + HEAD_CLASS)),
-    loss_of("another index that does not count", "self.vocab_size, None, 0, **kwargs"),
     loss_of("a number of items of this rank's labels", "self.vocab_size, (labels != -100).sum()"),
-    loss_of("a number of items that the head counts", "self.vocab_size, aux_loss"),
     loss_of("an argument made of the logits", "self.vocab_size, scale=logits.std()"),
     case("a number of items of the tokens", (LOSS, LOSS.replace("**kwargs", "num_items_in_batch=labels.shape[1]"))),
     case("a number of items in the arguments", (HIDDEN, HIDDEN + '        kwargs["num_items_in_batch"] = hidden_states.shape[1]\n')),
@@ -90,16 +84,6 @@ BELOW_THE_LOSS = (
     case("a condition of one rank's tokens", (TERM, f"if labels.shape[1] > 8:\n                    {TERM}")),
 )  # fmt: skip
 
-MODULES = (
-    beside("a hook on the head", "self.lm_head.register_forward_hook(squared)"),
-    beside("a hook by its name", "getattr(self.lm_head, 'register_forward_hook')(squared)"),
-    beside("a hook on the head's gradients", "self.lm_head.register_full_backward_hook(lambda module, given, made: (given[0] / given[0].norm(),))"),
-    beside("a hook that another class adds", "self.held = Held(self.lm_head)", (HEAD_CLASS, "class Held:\n    def __init__(self, module):\n        module.register_forward_hook(squared)\n\n\n" + HEAD_CLASS)),
-    beside("a head's forward set by its name", "setattr(self.lm_head, 'forward', lambda x: 2 * nn.functional.linear(x, self.lm_head.weight))"),
-    beside("a head's weight normed before each call", "nn.utils.weight_norm(self.lm_head)"),
-    beside("a head of another class than it was made", "self.lm_head.__class__ = nn.Identity"),
-)  # fmt: skip
-
 AUXILIARY = """class AddLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, loss):
@@ -113,13 +97,13 @@ AUXILIARY = """class AddLoss(torch.autograd.Function):
 """
 
 GRADIENTS = (
+    beside("a hook on the head's gradients", "self.lm_head.register_full_backward_hook(lambda module, given, made: (given[0] / given[0].norm(),))"),
     case("a hook that scales gradients", (PROJECTED, f"hidden_states.register_hook(lambda g: g / g.norm()) if hidden_states.requires_grad else None\n        {PROJECTED}")),
     case("a loss that a backward adds", (HEAD_CLASS, AUXILIARY + HEAD_CLASS), (PROJECTED, f"hidden_states = AddLoss.apply(hidden_states, hidden_states.mean())\n        {PROJECTED}")),
 )  # fmt: skip
 
 TYPES = (
     *(beside(title, f"self.loss_type = {kind}") for title, kind in (
-        ("the loss of classes", '"ForTokenClassification"'),
         ("a masked loss by a local name", 'str("ForMaskedLM")'),
     )),
 )  # fmt: skip
@@ -127,11 +111,7 @@ TYPES = (
 ROUTERS = (
     case("a router loss under a decorator", (BALANCE, ROOTED + "@rooted\n" + BALANCE)),
     case("a router loss replaced below", (RETURNED, RETURNED + "\n\n" + ROOTED + "load_balancing_loss_func = rooted(load_balancing_loss_func)\n")),
-    case("router logits of other tokens", ("                outputs.router_logits,\n                self.num", "                tuple(x.roll(1, 0) for x in outputs.router_logits),\n                self.num")),
     case("router logits changed above", (AUX, "        outputs.router_logits = tuple(x * 2 for x in outputs.router_logits)\n" + AUX)),
-    case("a mask of the labels", (MASKED, MASKED.replace("attention_mask", "labels.ne(-100)"))),
-    case("a mask changed above", (AUX, "        attention_mask = None\n" + AUX)),
-    case("a number of experts of the batch", ("                self.num_experts,\n                self", "                labels.shape[1],\n                self")),
 )  # fmt: skip
 
-ALL = (*ABOVE_THE_LOSS, *BELOW_THE_LOSS, *MODULES, *GRADIENTS, *TYPES, *ROUTERS)
+ALL = (*ABOVE_THE_LOSS, *BELOW_THE_LOSS, *GRADIENTS, *TYPES, *ROUTERS)
