@@ -149,6 +149,10 @@ class Anatomy:
         infos = {info.name: info for name in self.below(owner) for info in self.lineage(name)}
         return list(infos.values())
 
+    def handed(self, owner: str, value: ast.AST) -> tuple[ast.expr | ast.stmt, ...]:
+        """The values of a parameter of an `__init__`, or of an attribute of one, by `Constructions.handed`."""
+        return self.constructions.handed(owner, value)
+
     @functools.cached_property
     def constructions(self) -> Constructions:
         """Where the file builds its classes."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from patchgen.anatomy.classes import (
     assigned_to,
     defaults_of,
+    is_shadowed,
     own_attribute,
     parameter_names,
     parameters,
@@ -16,6 +17,8 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import CONFIG
+
+SEQUENCES = (ast.Tuple, ast.List)
 
 
 def origins(
@@ -36,6 +39,8 @@ def origins(
             inner = [(owner, part) for part in value.values]
         case ast.Attribute() if attribute := own_attribute(value):
             inner = [(owner, held) for held in anatomy.held(owner, attribute)]
+        case ast.Attribute():
+            inner = [(owner, handed) for handed in anatomy.handed(owner, value)]
         case ast.Name():
             inner = _named(anatomy, value)
     place = (owner, ast.unparse(value))
@@ -58,7 +63,7 @@ def _named(anatomy: Anatomy, name: ast.Name) -> list[tuple[str, ast.AST]]:
             return []
         values = [(place.owner, value) for value in assigned]
     if function and is_parameter:
-        if function.name != "__init__":
+        if function.name != "__init__" or is_shadowed(function, name.id):
             return []
         builds = [*anatomy.constructions.given(function, name.id, anatomy.classes)]
         values += [(where.owner, given) for where, given in builds if given is not None]
@@ -88,9 +93,7 @@ def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, visited: frozenset[ast
             case _:
                 parts = []
         known = visited | {origin}
-        if isinstance(origin, ast.Constant | ast.Starred | ast.Tuple | ast.List) or _is_of_other_function(
-            anatomy, origin
-        ):
+        if isinstance(origin, (ast.Constant, ast.Starred, *SEQUENCES)) or _is_of_other_function(anatomy, origin):
             return True
         if parts and origin not in visited and all(is_fixed(anatomy, of, part, known) for part in parts):
             return True

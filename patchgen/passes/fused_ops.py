@@ -19,7 +19,7 @@ from patchgen.anatomy.classes import (
     stored,
 )
 from patchgen.anatomy.imported import imported_code
-from patchgen.anatomy.known import TABLES
+from patchgen.anatomy.known import TABLES, is_number
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.origins import is_fixed
 from patchgen.anatomy.roles import LINEAR, PARAMETER
@@ -202,7 +202,7 @@ def _norm_call(anatomy: Anatomy, name: str) -> str | None:
                 continue
             attributes = [*normal_form(helper).attributes, attributes[1]]
         epsilon, weight = attributes[0], attributes[1]
-        if not _is_vector(anatomy, name, weight):
+        if not (_is_vector(anatomy, name, weight) and is_number(anatomy, name, epsilon)):
             continue
         options = f", {form.options}" if form.options else ""
         return f"ops.rms_norm({forward.parameters[0]}, self.{weight}, self.{epsilon}{options})"
@@ -210,8 +210,7 @@ def _norm_call(anatomy: Anatomy, name: str) -> str | None:
 
 
 def _is_vector(anatomy: Anatomy, name: str, attribute: str) -> bool:
-    """Whether `self.<attribute>` is a parameter of one dimension, and of no fixed size: a size of 1 would broadcast, where a
-    kernel reads further numbers behind it."""
+    """Whether `self.<attribute>` is a parameter of one dimension, and of no fixed size: a size of 1 would broadcast."""
     held = anatomy.held(name, attribute)
     sizes: list[ast.expr] = []
     match held:

@@ -132,6 +132,24 @@ def test_what_an_attribute_may_hold(owner: str, attribute: str, values: list[str
     assert told(ANATOMY.held(owner, attribute)) == values
 
 
+@pytest.mark.parametrize(
+    ("owner", "parameter", "values"),
+    [
+        ("Inner", "act", ["nn.SiLU()", "nn.Sigmoid()", "nn.ReLU()", "nn.GELU()"]),  # a subclass hands it on
+        ("Inner", "last", ["None", "self"]),
+        ("Inner", "config", ["Sizes()", "config", "config", "config"]),
+        ("Inner", "config.width", ["8"]),
+        ("Inner", "config.height", []),
+        ("Inner", "unknown", []),
+        ("Inner", "1", []),
+        ("Outer", "config", []),
+        ("Alone", "config", []),
+    ],
+)
+def test_what_a_parameter_is_where_the_class_is_built(owner: str, parameter: str, values: list[str]):
+    assert told(ANATOMY.handed(owner, ast.parse(parameter, mode="eval").body)) == values
+
+
 DIAMOND = """
 class D: pass
 class B(D): pass
@@ -365,18 +383,14 @@ def test_names_in_strings_count_where_they_are_types_or_keys():
 
 
 def test_what_a_pass_adds_counts_in_all_that_is_read_of_the_file():
-    """Also where it was read before: what the class of a changed attribute is given, and what other code stores."""
+    """Also where it was read before: what the class of a changed attribute is handed, and what other code stores."""
     part = "class {0}(nn.Module):\n    def __init__(self, act):\n        self.act = act\n"
     model = "class Model(nn.Module):\n    def __init__(self):\n        self.part = {0}\n"
     anatomy = anatomy_of(f"{part.format('A')}{model.format('A(nn.SiLU())')}")
-    assert given(anatomy, "A") == ["nn.SiLU()"]
+    (act,) = anatomy.held("A", "act")
+    assert told(anatomy.handed("A", act)) == ["nn.SiLU()"]
     new = f"{part.format('A')}{part.format('New')}        self.part.other = act\n{model.format('New(nn.Tanh())')}"
     anatomy.add("New", source.parse(f"from torch import nn\n{new}", "x.py"))
-    assert given(anatomy, "New") == ["nn.Tanh()"]
+    (act,) = anatomy.held("New", "act")
+    assert told(anatomy.handed("New", act)) == ["nn.Tanh()"]
     assert anatomy.is_stored_outside("other")
-
-
-def given(anatomy, owner: str) -> list[str]:
-    """What the constructions of a class give its parameter `act`."""
-    init = anatomy.classes[owner].methods["__init__"]
-    return [ast.unparse(value) for _, value in anatomy.constructions.given(init, "act", [owner])]

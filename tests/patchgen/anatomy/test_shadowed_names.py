@@ -82,6 +82,9 @@ WEIGHT = "nn.Parameter(torch.ones(hidden_size))"
         (WEIGHT, "Parameter(torch.ones(hidden_size))"),
         (WEIGHT, "config.weight"),
         ("super().__init__()", "super().__init__()\n        hidden_size = 1"),
+        ("self.eps = eps", "self.eps = nn.Parameter(torch.zeros(1))"),
+        ("self.eps = eps", "eps = nn.Parameter(torch.zeros(1))\n        self.eps = eps"),
+        ("eps=1e-6", "eps"),
         ("class ExampleRMS", "class Use:\n    def __init__(self, c):\n        self.n = ExampleRMSNorm(1)\n\n\nclass ExampleRMS"),
     ],
 )  # fmt: skip

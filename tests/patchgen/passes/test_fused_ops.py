@@ -90,6 +90,8 @@ class ExampleGatedMLP(nn.Module):
         "ExampleRMSNorm(**{'hidden_size': 1})",
         "made(1)",
         "made_like(self.other)",
+        "type(self.norm)(1)",
+        "(kind := ExampleRMSNorm)(1)",
     ],
 )
 def test_a_norm_that_may_have_a_size_of_its_own_is_none_of_rows(code: str):
