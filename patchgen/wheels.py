@@ -12,9 +12,6 @@ from pathlib import Path
 
 from patchgen.errors import UpstreamNotFound
 
-INDEX_SECONDS = 8
-"""How long the package index may be silent."""
-
 
 def installed_version() -> str | None:
     """The version of the installed transformers, read without importing it; None if it is not installed."""
@@ -42,7 +39,6 @@ def cached_wheel(version: str) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        command += ["--timeout", str(INDEX_SECONDS), "--retries", "0"]  # an index that is not there is told at once
         result = subprocess.run(
             [*command, "--dest", folder, f"transformers=={version}"], capture_output=True, text=True, check=False
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,9 @@ from patchgen.commands.generation import refuse_unknown
 from patchgen.runtime.verify.committed_models import committed, named_models
 from patchgen.upgrade import messages, releases
 from patchgen.upgrade.findings import ModelUpgrade
+
+INDEX_SECONDS = 8
+"""How long the package index that has a release's wheel may be silent."""
 
 
 def upgrade(
@@ -35,6 +39,8 @@ def upgrade(
         The worst verdict (0, 10 or 20); with `apply` 0, or 20 if a model was not moved.
     """
     refuse_unknown(models)
+    # An index that is not there is told at once; pip reads its options from these variables, in other processes too.
+    os.environ |= {"PIP_TIMEOUT": str(INDEX_SECONDS), "PIP_RETRIES": "0"}
     names = models or committed()
     to = to or releases.installed()
     out = Console(highlight=False, stderr=True) if as_json else console

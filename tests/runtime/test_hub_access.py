@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from patchgen import wheels
+from patchgen.commands import upgrading
 from patchgen.runtime import hub_access
 from patchgen.runtime.train.recipe import from_dict, reads_hub
 
@@ -89,7 +89,7 @@ def test_an_index_that_is_silent_ends_an_upgrade(silent, tmp_path):
     environment = {"PIP_INDEX_URL": silent.address, "PATCHGEN_CACHE": str(tmp_path), "PIP_CONFIG_FILE": os.devnull}
     said = run(environment, "upgrade", "llama", "--to", "5.0.99")
     assert "The wheel of transformers 5.0.99 is unavailable" in said
-    assert wheels.INDEX_SECONDS < 10 and len(silent.connections) == 1
+    assert upgrading.INDEX_SECONDS < 10 and len(silent.connections) == 1
 
 
 @pytest.mark.parametrize(
