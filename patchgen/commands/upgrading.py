@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +22,20 @@ from patchgen.upgrade.findings import ModelUpgrade
 
 INDEX_SECONDS = 8
 """How long the package index that has a release's wheel may be silent."""
+
+
+@contextlib.contextmanager
+def _impatient() -> Iterator[None]:
+    """Within the block an index that is not there is told at once: pip reads its options from these variables. Environments,
+    with packages of gigabytes, are installed with its own patience."""
+    before = dict(os.environ)
+    os.environ |= {"PIP_TIMEOUT": str(INDEX_SECONDS), "PIP_RETRIES": "0"}
+    try:
+        yield
+    finally:
+        for name in ("PIP_TIMEOUT", "PIP_RETRIES"):
+            os.environ.pop(name)
+        os.environ |= before
 
 
 def upgrade(
@@ -39,10 +55,10 @@ def upgrade(
         The worst verdict (0, 10 or 20); with `apply` 0, or 20 if a model was not moved.
     """
     refuse_unknown(models)
-    # An index that is not there is told at once; pip reads its options from these variables, in other processes too.
-    os.environ |= {"PIP_TIMEOUT": str(INDEX_SECONDS), "PIP_RETRIES": "0"}
     names = models or committed()
     to = to or releases.installed()
+    with _impatient():
+        releases.find(to)
     out = Console(highlight=False, stderr=True) if as_json else console
 
     def show(model: ModelUpgrade) -> None:
