@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,7 @@ INDEX_SECONDS = 8
 
 
 @contextlib.contextmanager
-def _impatient() -> Iterator[None]:
+def _impatient() -> Generator[None]:
     """Within the block an index that is not there is told at once: pip reads its options from these variables. Environments,
     with packages of gigabytes, are installed with its own patience."""
     before = dict(os.environ)
