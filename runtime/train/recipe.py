@@ -354,6 +354,13 @@ def flatten(values: Mapping[str, Any] | Mapping[int, Any], prefix: str = "") -> 
     return flattened
 
 
+def changed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value of what a recipe, as `to_dict` gives it, sets to something else than the default."""
+    defaults = flatten(to_dict(from_dict({"model": {"source": ""}, "data": {}})))
+    missing = object()
+    return {key: value for key, value in flatten(values).items() if defaults.get(key, missing) != value}
+
+
 def section_type(kind: Any) -> type | None:
     """The dataclass in an annotation: alone, optional, or in a tuple, list or dict."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):

@@ -17,25 +17,29 @@ import torch
 from torch import Tensor, nn
 
 from patchgen.kernels.loss.chunking import largest_chunk
-from patchgen.runtime import attention, attention_kinds, model_calls, parallel, seams
+from patchgen.runtime import attention, attention_kinds, kept_dtypes, model_calls, parallel, seams
 from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.document_rows import DocumentSeparation
 from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel import loss, report
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.verify import bf16
 from patchgen.runtime.verify import training_inputs as inputs
 from patchgen.runtime.verify.comparison import (
     EQUAL,
     SEED,
     Difference,
     Step,
+    changed_inputs,
     compare_gradients,
     difference,
     name_of_worst,
+    nan_is_largest,
     worst_of,
 )
 from patchgen.runtime.verify.conditioning import beyond_rounding
 from patchgen.runtime.verify.correspondence import Correspondence, correspondence
+from patchgen.runtime.verify.large_weights import large_weights
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.multimodal_inputs import takes_media
 from patchgen.runtime.verify.seam_proof import all_eager
@@ -110,10 +114,11 @@ class Comparison:
         self.failures: list[str] = []
         self.left_out: dict[str, str] = {}
 
-    def _generated(self, name: Names, config: PreTrainedConfig) -> PreTrainedModel:
+    def _generated(self, name: Names, config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """The generated class with this attention and upstream's weights."""
         torch.manual_seed(SEED)
-        model = self.generated_class._from_config(copy.deepcopy(config), attn_implementation=name, dtype=torch.float32)
+        model = self.generated_class._from_config(copy.deepcopy(config), attn_implementation=name, dtype=dtype)
+        kept_dtypes.keep_in_fp32(model, dtype)
         self.correspondence = correspondence(self.reference, model)
         model.load_state_dict(self.correspondence.to_generated(self.reference.state_dict()), strict=True)
         return model.train()
@@ -174,9 +179,11 @@ class Comparison:
             "chunks": lambda: self.documents("chunks", self.text, packed, chunk=CHUNK_TOKENS),
             "accumulation": lambda: self.accumulation(packed),
             "router loss": self.router_loss,
+            "large weights": self.large_weights,
+            "bf16": self.bf16,
         }
         if self.needs_media:  # the others replace tokens, or pad or select rows, which tensors of media do not have
-            steps = {name: steps[name] for name in ("plain", "packed", "chunks", "accumulation")}
+            steps = {name: steps[name] for name in _WITH_MEDIA}
         if self.check_names:
             steps = {name: step for name, step in steps.items() if name in self.check_names}
         for name, step in steps.items():
@@ -343,6 +350,56 @@ class Comparison:
             for config in configs:
                 set_router_loss(config, False)  # as in the other checks
 
+    def large_weights(self) -> None:
+        """Rows of one document, with weights on which clamps and caps bite."""
+        rows, items, num_failures = self.plain, self.count_labels(self.plain), len(self.failures)
+        with large_weights(self.reference, self.generated, self.correspondence):
+            actual = self._step([inputs.trainer_inputs(rows)], items)
+            self._compare("large weights", actual, lambda model: self._reference_step(model, [rows], items))
+            if len(self.failures) > num_failures and not self._reference_logits(self.reference, rows).isfinite().all():
+                self.left_out["large weights"] = "upstream's own logits are not finite"
+                self.checks.pop()
+                del self.failures[num_failures:]
+
+    def bf16(self) -> None:
+        """Rows of one document in bf16, in units of upstream's own error there."""
+        rows, items = bf16.inputs_in_bf16(self.plain), self.count_labels(self.plain)
+        choices = bf16.SameChoices()
+
+        def reference(model: nn.Module) -> Step:
+            with choices:
+                return self.correspondence.step(self._reference_step(model, [rows], items))
+
+        with bf16.rounded(self.reference):
+            exact, weights = reference(self.reference), self.reference.state_dict()
+            try:
+                upstream = reference(bf16.model_in_bf16(type(self.reference), self.config, weights))
+            except Exception as error:  # an operation may have no form in bf16, or none on this device
+                reraise_machine_failure(error)
+                self.left_out["bf16"] = f"upstream's own class fails: {one_line_error(error)}"
+                return
+            ours = self.with_separate_documents(self.separates_documents)
+            ours.generated = self._generated(self.compared_attention, self.config, bf16.DTYPE)
+        model_calls.separate_documents(ours.generated, self.separates_documents)
+        try:
+            with choices:
+                actual = ours._step([inputs.trainer_inputs(rows)], items)
+        except NotImplementedError as error:
+            self.left_out["bf16"] = one_line_error(error)
+            return
+        far = bf16.further_than_upstream(actual, upstream, exact)
+        if far and choices.differs:
+            self.left_out["bf16"] = "another element is the largest than in fp32, which is no rounding of what follows"
+            return
+        gradients = compare_gradients(bf16.in_fp32(actual), exact)
+        loss = difference(actual.outputs["loss"].float(), exact.outputs["loss"].float())
+        self.checks.append(Check("bf16", loss, gradient=worst_of(gradients.values())))
+        if far:
+            key = max(far, key=lambda name: nan_is_largest(far[name]))
+            self.failures.append(
+                f"in bf16 {key} is {far[key]:.0f} times as far from upstream's in fp32 as upstream's own in bf16."
+            )
+
     # ------------------------------------------------------------------------------------- as the trainer calls
 
     def _logits(self, rows: Batch) -> Tensor:
@@ -352,16 +409,19 @@ class Comparison:
 
     def _step(self, micro_batches: Sequence[Batch], items: int, outputs: Mapping[str, Tensor] | None = None) -> Step:
         """Loss and gradients of one step, as the trainer takes it."""
-        model, total = self.generated, torch.zeros(())
+        model, total, changed = self.generated, torch.zeros(()), []
         model.zero_grad(set_to_none=True)
         num_items = torch.tensor(items)
         with _selected(self.compared_seams), self._in_training_step(num_items, len(micro_batches)):
             for rows in micro_batches:
                 torch.manual_seed(SEED)
-                share = model(**copy.deepcopy(rows), num_items_in_batch=num_items, use_cache=False).loss
+                batch = copy.deepcopy(rows)
+                share = model(**batch, num_items_in_batch=num_items, use_cache=False).loss
                 share.backward()
                 total = total + share.detach()
-        return Step({"loss": total, **(outputs or {})}, {name: p.grad for name, p in model.named_parameters()})
+                changed += changed_inputs(batch, rows)
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        return Step({"loss": total, **(outputs or {})}, gradients, tuple(changed))
 
     def forward(self, rows: Batch) -> Tensor:
         """The loss of the generated model, as in a step of a trainer."""
@@ -395,22 +455,24 @@ class Comparison:
         """The step over documents one by one: each mean loss is weighted by its share of the labels."""
         model.train()
         model.zero_grad(set_to_none=True)
-        total = torch.zeros((), dtype=torch.float64)
+        total, changed = torch.zeros((), dtype=torch.float64), []
         for row in rows:
             labels = self.count_labels(row)
             if not labels:
                 continue
             torch.manual_seed(SEED)
-            batch = inputs.in_dtype_of(model, loss.upstream_labels(self.generated_class, copy.deepcopy(dict(row))))
+            original = inputs.in_dtype_of(model, loss.upstream_labels(self.generated_class, dict(row)))
+            batch = copy.deepcopy(original)
             with all_eager():
                 mean = model(**batch, use_cache=False).loss
                 share = mean * (labels / items)
                 share.backward()
             total += share.detach()
-        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        return Step(
-            {"loss": total.to(dtype), **(outputs or {})}, {name: p.grad for name, p in model.named_parameters()}
-        )
+            changed += changed_inputs(batch, original)
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        return Step({"loss": total.to(dtype), **(outputs or {})}, gradients, tuple(changed))
 
     def _row_of_logits(self, model: nn.Module, rows: Sequence[Batch]) -> Tensor:
         """The logits of documents one after the other, `(1, S, V)`, without those of padding."""
@@ -431,6 +493,11 @@ class Comparison:
         gradients = compare_gradients(actual, expected)
         self.checks.append(Check(name, values["loss"], values.get("logits", EQUAL), worst_of(gradients.values())))
         values |= {f"gradient of {key}": value for key, value in gradients.items()}
+        self.failures += [
+            f"{_SUBJECT.get(name, name)}: a step changes '{key}' of its caller's batch in place, upstream's does not."
+            for key in dict.fromkeys(actual.changed_inputs)
+            if key not in expected.changed_inputs
+        ]
         beyond = {key: value for key, value in values.items() if not value.relative <= TOLERANCE}
         if beyond := beyond_rounding(beyond, actual, expected, self.reference, reference):
             key = next((key for key in ("logits", "loss") if key in beyond), name_of_worst(beyond))
@@ -443,7 +510,8 @@ class Comparison:
             self.failures.append(f"{_SUBJECT.get(name, name)}: {key} {verb} from {source}{how_far}.")
 
 
-UNPACKED = ("plain", "padded right", "padded left", "router loss")
+UNPACKED = ("plain", "padded right", "padded left", "router loss", "large weights", "bf16")
+_WITH_MEDIA = ("plain", "packed", "chunks", "accumulation", "large weights", "bf16")
 _SUBJECT = {
     "plain": "rows of one document",
     "packed": "packed rows",

@@ -80,7 +80,8 @@ def test_upstreams_own_code_trains_as_upstream(tmp_path):
     path = path_of(write_stand_in(tmp_path, "llama"))
     assert path.reason == ""
     names = [check.name for check in path.checks]
-    assert names == ["causality", "plain", "leak", "packed", "padded right", "padded left", "chunks", "accumulation"]
+    packed = ["causality", "plain", "leak", "packed", "padded right", "padded left", "chunks", "accumulation"]
+    assert names == [*packed, "large weights", "bf16"]
     assert path.attention == path.compared_attention
 
 
@@ -159,7 +160,8 @@ def test_a_run_that_sees_no_image_is_not_proven_where_upstream_takes_no_text_alo
 
     config = small_config(Kosmos2ForConditionalGeneration.config_class).config
     honest = prove_training_path(Kosmos2ForConditionalGeneration, Kosmos2ForConditionalGeneration, config)
-    assert [check.name for check in honest.checks] == ["plain", "packed", "chunks", "accumulation", "packed images"]
+    text = ["plain", "packed", "chunks", "accumulation", "large weights", "bf16"]
+    assert [check.name for check in honest.checks] == [*text, "packed images"]
     assert not honest.failures
     blind = prove_training_path(Kosmos2ForConditionalGeneration, Blind, config)
     assert any(failure.startswith("packed images: logits differ") for failure in blind.failures)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
-from patchgen.runtime import attention, registry
+from patchgen.runtime import attention, compatibility, registry
+from patchgen.runtime.parallel import sharding
+from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.verify.observe import observer
 from patchgen.runtime.verify.observe.facts import LENGTH, STATE, VALUE, Fact, from_records, reason_against, to_records
+from patchgen.runtime.verify.slices import fake_rank
 from patchgen.runtime.verify.small_config import small_config
 from patchgen.runtime.verify.training_checks import Comparison
 from patchgen.runtime.verify.training_path import prove_training_path, single_rank
@@ -95,6 +101,8 @@ def test_what_is_the_same_for_all_lengths_is_no_choice(tmp_path, code):
         f"for _ in range(int(hidden_states.abs().max() / 1000)): {AGAIN}",
         f"for _ in (hidden_states > 1000).nonzero(): {AGAIN}",
         f"while (hidden_states > 1000).any(): {AGAIN}",
+        f"if next((row for row in hidden_states.abs() if row.max() > 1000), None) is not None: {AGAIN}",
+        f"if not any(row.any() for row in hidden_states[0]): {AGAIN}",
         f"calm = hidden_states.isfinite().all().tolist()\nif not calm: {AGAIN}",
     ],
 )
@@ -147,3 +155,67 @@ def test_facts_are_part_of_the_path_that_a_run_is_proven_on(tmp_path):
     (fact,) = path.facts
     assert fact.kind == LENGTH and fact.line in path.executed_lines
     assert from_records(to_records(path.facts)) == path.facts
+
+
+@pytest.mark.parametrize(
+    ("code", "has_effect"),
+    [
+        ("seq_len = torch.max(position_ids) + 1", False),
+        ("if position_ids.max() > 8192: hidden_states = hidden_states * 2", True),
+        ("if position_ids.max() < 4: hidden_states = hidden_states * 2", True),
+    ],
+)
+def test_a_largest_position_has_an_effect_if_another_changes_the_loss(tmp_path, code, has_effect):
+    """phimoe computes one, and reads it only with rotary parameters that are not the default."""
+    facts = observed(planted(tmp_path, code, in_model=True))
+    assert [(fact.code, bool(fact.effect)) for fact in facts if fact.kind == LENGTH] == [(code, has_effect)]
+
+
+def recorded(tmp_path: Path, facts: list[Fact], *, of_other_bytes: bool = False) -> type[LlamaForCausalLM]:
+    """The committed llama with a record beside it in which these facts were observed."""
+    head = planted(tmp_path, "pass")
+    file = tmp_path / "llama" / "modeling_llama.py"
+    sha256 = "another" if of_other_bytes else compatibility.digest(file)
+    record = {"status": "proven", "sha256": sha256, "training": {"observed": to_records(facts)}}
+    (tmp_path / "llama" / "verify.json").write_text(json.dumps(record))
+    return head
+
+
+OF_LENGTH = Fact(
+    LENGTH,
+    7,
+    "scale = log(n)",
+    "a length is an operand of log",
+    "it is computed from the length of this rank's tokens",
+)
+OF_STATE = Fact(STATE, 9, "self.seen = x", "self.seen is kept", "the next step reads it")
+
+
+def test_recorded_facts_refuse_slices_outside_a_run_of_a_recipe(tmp_path):
+    head = recorded(tmp_path, [OF_LENGTH])
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM: line 7, `scale = log\(n\)`: .* it trains with sp=1, not with sp=2"
+    ):
+        sharding.require_layout(head, ranks=2, sp=2)
+    sharding.require_layout(head, ranks=2, sp=1)
+    model = head(small_config(LlamaForCausalLM.config_class).config)
+    rows = {"input_ids": torch.ones(1, 8).long()}
+    slice_batch(rows, sp=1, sp_rank=0, model=model)
+    with pytest.raises(ValueError, match="it trains with sp=1, not with sp=2"):
+        slice_batch(rows, sp=2, sp_rank=0, model=model)
+
+
+def test_recorded_facts_refuse_ranks_before_anything_is_sharded(tmp_path):
+    head = recorded(tmp_path, [OF_STATE])
+    model = head(small_config(LlamaForCausalLM.config_class).config)
+    with fake_rank() as state:
+        with pytest.raises(ValueError, match="line 9, `self.seen = x`: .* it trains on one rank, not on 2"):
+            sharding.shard_model(model, state)
+        with pytest.raises(ValueError, match="it trains on one rank, not on 2"):
+            registry.build_model(model.config, directory=tmp_path)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    registry.build_model(model.config, directory=tmp_path)
+
+
+def test_facts_of_other_bytes_refuse_nothing(tmp_path):
+    sharding.require_layout(recorded(tmp_path, [OF_STATE], of_other_bytes=True), ranks=4, sp=2)
