@@ -50,7 +50,7 @@ def read_experts(anatomy: Anatomy, owner: str) -> ExpertsFormula:
     if loop is None and len(values) == 1:
         match interpreter.run(forward.body):
             case ("stacked rows", ("linear", ("mul", *_), *_) as output, _):
-                return _formula(anatomy, owner, output, "", "", attributes[0])
+                return _formula(anatomy, owner, tuple(output), "", "", attributes[0])
             case other:
                 found = term_text(other or ("none",))
                 raise Missed("the rows of all experts concatenated along dim 0: bmm(...).view(-1, H)", found)

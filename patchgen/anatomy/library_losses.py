@@ -51,7 +51,7 @@ def library_form(owner: str, anatomy: Anatomy) -> str:
     kind = type_by_name(owner, forms)
     for value in next(filter(None, (stores_of(info, "loss_type") for info in anatomy.lineage(owner))), ()):
         if isinstance(value, ast.Constant):
-            kind = value.value or NEXT_TOKEN
+            kind = str(value.value or NEXT_TOKEN)
     return forms.get(kind) or ""
 
 

@@ -22,7 +22,8 @@
 | `seam_proof.py` | the kernels behind the seams |
 | `round_trip.py` | checkpoints from one class to the other |
 | `proof.py` | puts these together for one config |
-| `training_path.py` | the same with the attention, kernels and batches of a run, with `training_checks.py` |
+| `training_path.py` | the same with the attention, kernels and batches of a run |
+| `training_checks.py` | each of its checks, on the steps of `training_steps.py` |
 | `observe/` | what a step reads, computes from lengths and keeps, and the layouts that this leaves |
 | `verify_model.py` | one model with all its variants: `verify_model("qwen3_moe")` |
 | `two_ranks.py` | a class on two ranks: FSDP2, shared experts, a shared sequence; `parallel_coverage.py` sweeps over types |

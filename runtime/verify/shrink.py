@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from patchgen.runtime.verify import field_semantics as sizes
 from patchgen.runtime.verify import small_config as small
@@ -85,7 +85,8 @@ def non_default_fields(config: PreTrainedConfig) -> dict[str, object]:
 def _derived(config: PreTrainedConfig, declared: dict[str, object]) -> dict[str, object]:
     """What the class sets on a config with these declared fields; nothing if it refuses them alone."""
     try:
-        return vars(type(config)(**copy.deepcopy(declared | _sub_configs(config))))
+        fields: dict[str, Any] = copy.deepcopy(declared | _sub_configs(config))
+        return vars(type(config)(**fields))
     except small.REFUSALS:
         return {}
 

@@ -9,28 +9,24 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from patchgen.kernels.loss.chunking import largest_chunk
-from patchgen.runtime import attention, attention_kinds, kept_dtypes, model_calls, parallel, seams
-from patchgen.runtime.attention_kinds import Kind, Names
+from patchgen.runtime import model_calls
 from patchgen.runtime.document_rows import DocumentSeparation
 from patchgen.runtime.failures import reraise_machine_failure
-from patchgen.runtime.parallel import loss, report
-from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.parallel import loss
 from patchgen.runtime.verify import bf16
 from patchgen.runtime.verify import training_inputs as inputs
 from patchgen.runtime.verify.comparison import (
     EQUAL,
-    SEED,
     Difference,
     Step,
-    changed_inputs,
     compare_gradients,
     difference,
     name_of_worst,
@@ -38,13 +34,10 @@ from patchgen.runtime.verify.comparison import (
     worst_of,
 )
 from patchgen.runtime.verify.conditioning import beyond_rounding
-from patchgen.runtime.verify.correspondence import Correspondence, correspondence
 from patchgen.runtime.verify.large_weights import large_weights
-from patchgen.runtime.verify.model_pair import build_model, perturb
-from patchgen.runtime.verify.multimodal_inputs import takes_media
-from patchgen.runtime.verify.seam_proof import all_eager
 from patchgen.runtime.verify.small_config import set_router_loss
 from patchgen.runtime.verify.training_inputs import Batch, Documents
+from patchgen.runtime.verify.training_steps import BothModels
 from patchgen.runtime.verify.verdict import one_line_error
 
 if TYPE_CHECKING:
@@ -71,16 +64,12 @@ class Check:
         return worst_of((self.loss, self.logits, self.gradient)).relative
 
 
-class Comparison:
+class Comparison(BothModels):
     """Both models with the same weights, and a method for each check.
 
     Attributes:
-        count_labels: how many labels a batch's loss is a mean over.
-        needs_media: upstream takes media and fails on text alone: checks use rows with media, some are left out (`run`).
-        positions: the model's position function (`get_position_id_func()`), if it has one.
-        seams: implementations that a run selects; `compared_seams`: what checks select, "auto" for one that cannot run here.
-        separates_documents: whether the generated model computes each packed document in a row of its own.
-        check_names: the names of the checks to run, for heads that take unpacked rows only (media then also); empty: all.
+        checks: the differences that were measured; `failures`: a sentence for each that is too large.
+        left_out: checks that cannot be made, and why.
     """
 
     def __init__(
@@ -90,44 +79,10 @@ class Comparison:
         config: PreTrainedConfig,
         media: bool,
     ) -> None:
-        self.generated_class, self.config = generated_class, config
-        self.reference = build_model(reference_class, config)
-        perturb(self.reference)  # fresh weights would hide an unused bias, or a norm without its weight
-        self.tokens = inputs.TokenSampler(config)
-        self.plain = inputs.plain_rows(self.tokens)
-        self.text = inputs.text_documents(self.tokens)
-        self.count_labels: Callable[[Batch], int] = inputs.num_labels
-        self.needs_media = takes_media(reference_class) and self.upstream_error() is not None
-        self.media = inputs.media_documents(self.reference) if media or self.needs_media else {}
-        if self.needs_media and self.media:  # it is never trained on text alone
-            self.text = next(iter(self.media.values()))
-            self.plain = dict(self.text.require_padded())
-        self.seams: dict[str, str] = {}
-        self.compared_seams: dict[str, str] = {}
-        self.positions: Any = None
-        self.state: ParallelState | None = None
-        self.compared_attention: Names = ""
-        self.separates_documents: DocumentSeparation = not model_calls.takes_documents(generated_class)
-        self.check_names: tuple[str, ...] = ()
-        self.correspondence = Correspondence()
+        super().__init__(reference_class, generated_class, config, media)
         self.checks: list[Check] = []
         self.failures: list[str] = []
         self.left_out: dict[str, str] = {}
-
-    def _generated(self, name: Names, config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """The generated class with this attention and upstream's weights."""
-        torch.manual_seed(SEED)
-        model = self.generated_class._from_config(copy.deepcopy(config), attn_implementation=name, dtype=dtype)
-        kept_dtypes.keep_in_fp32(model, dtype)
-        self.correspondence = correspondence(self.reference, model)
-        model.load_state_dict(self.correspondence.to_generated(self.reference.state_dict()), strict=True)
-        return model.train()
-
-    @functools.cached_property
-    def generated(self) -> PreTrainedModel:
-        model = self._generated(self.compared_attention, self.config)
-        model_calls.separate_documents(model, self.separates_documents)  # not by an earlier proof
-        return model
 
     def with_separate_documents(self, how: DocumentSeparation = True) -> Comparison:
         """A fresh copy of this comparison whose generated model computes packed documents in rows of their own."""
@@ -135,36 +90,6 @@ class Comparison:
         copied.__dict__.pop("generated", None)
         copied.separates_documents, copied.checks, copied.failures, copied.left_out = how, [], [], {}
         return copied
-
-    def choose(self, config: PreTrainedConfig, named_seams: Mapping[str, str | None]) -> tuple[Kind, ...]:
-        """Sets the seams of a run and its position function; returns what each kind of layer requires of its attention,
-        found by running rows of the data pipeline with `config`."""
-        model = self._generated(attention.ORDER[-1], config)
-        model_calls.separate_documents(model, self.separates_documents)  # not by an earlier proof
-        finder = getattr(model, "get_position_id_func", None)
-        self.positions = finder() if finder is not None else None
-        self.seams = seams.for_training(report.seam_users(model), named_seams)
-        self.compared_seams = {
-            seam: self._runnable(model, seam) for seam in seams.AUTO_IN_TRAINING if seam in self.seams
-        }
-        packed = [self.text.packed(), *(documents.packed(self.positions) for documents in self.media.values())]
-        with attention.recording() as calls, torch.no_grad(), all_eager():
-            for rows in packed:
-                model(**inputs.without_labels(inputs.trainer_inputs(rows)), use_cache=False)
-        return attention_kinds.recorded_kinds(model, calls)
-
-    def _runnable(self, model: PreTrainedModel, seam: str) -> str:
-        """The implementation of a seam that a run selects, or "auto" if that one needs another device."""
-        try:
-            with torch.no_grad(), attention.recording(), _selected({seam: self.seams[seam]}):
-                model(**self.plain, use_cache=False)
-        except (NotImplementedError, ImportError):
-            return seams.AUTO
-        except Exception as error:
-            reraise_machine_failure(error)  # any other: the check that runs it fails with this error
-        return self.seams[seam]
-
-    # ------------------------------------------------------------------------------------------- the checks
 
     def run(self) -> None:
         """All checks; one that raises has failed, and the others go on."""
@@ -308,16 +233,6 @@ class Comparison:
             return True
         return not deviation.relative <= TOLERANCE
 
-    def upstream_error(self) -> Exception | None:
-        """What upstream's own class, eager, raises in a training step on single documents."""
-        items = sum(map(self.count_labels, self.text.rows))
-        try:
-            self._reference_step(self.reference, self.text.rows, items)
-        except Exception as error:
-            reraise_machine_failure(error)
-            return error
-        return None
-
     def accumulation(self, packed: Batch) -> None:
         """Two micro-batches, a packed row and plain rows, are one step over both; the packed row twice if text alone fails."""
         rows = [*self.text.rows, *(self.text.rows if self.needs_media else [self.plain])]
@@ -400,90 +315,6 @@ class Comparison:
                 f"in bf16 {key} is {far[key]:.0f} times as far from upstream's in fp32 as upstream's own in bf16."
             )
 
-    # ------------------------------------------------------------------------------------- as the trainer calls
-
-    def _logits(self, rows: Batch) -> Tensor:
-        """`(B, S, V)` of the generated model, called without labels."""
-        with torch.no_grad(), _selected(self.compared_seams), parallel.using(self.state):
-            return self.generated(**inputs.without_labels(rows), use_cache=False).logits
-
-    def _step(self, micro_batches: Sequence[Batch], items: int, outputs: Mapping[str, Tensor] | None = None) -> Step:
-        """Loss and gradients of one step, as the trainer takes it."""
-        model, total, changed = self.generated, torch.zeros(()), []
-        model.zero_grad(set_to_none=True)
-        num_items = torch.tensor(items)
-        with _selected(self.compared_seams), self._in_training_step(num_items, len(micro_batches)):
-            for rows in micro_batches:
-                torch.manual_seed(SEED)
-                batch = copy.deepcopy(rows)
-                share = model(**batch, num_items_in_batch=num_items, use_cache=False).loss
-                share.backward()
-                total = total + share.detach()
-                changed += changed_inputs(batch, rows)
-        gradients = {name: p.grad for name, p in model.named_parameters()}
-        return Step({"loss": total, **(outputs or {})}, gradients, tuple(changed))
-
-    def forward(self, rows: Batch) -> Tensor:
-        """The loss of the generated model, as in a step of a trainer."""
-        num_items = torch.tensor(self.count_labels(rows))
-        with _selected(self.compared_seams), self._in_training_step(num_items, 1):
-            torch.manual_seed(SEED)
-            return self.generated(**rows, num_items_in_batch=num_items, use_cache=False).loss
-
-    def step(self, rows: Batch) -> Step:
-        """A step of the generated model on one micro-batch."""
-        return self._step([rows], self.count_labels(rows))
-
-    @contextlib.contextmanager
-    def _in_training_step(self, num_items: Tensor, micro_batches: int) -> Iterator[None]:
-        """The context of a trainer's step; heads that take unpacked rows only are trained by other trainers, without it."""
-        if self.check_names:
-            yield
-        else:
-            with parallel.using(self.state), loss.step(num_items, micro_batches):
-                yield
-
-    @staticmethod
-    def _reference_logits(model: nn.Module, rows: Batch) -> Tensor:
-        batch = inputs.in_dtype_of(model, inputs.without_labels(rows))
-        with torch.no_grad(), all_eager():
-            return model(**batch, use_cache=False).logits
-
-    def _reference_step(
-        self, model: nn.Module, rows: Sequence[Batch], items: int, outputs: Mapping[str, Tensor] | None = None
-    ) -> Step:
-        """The step over documents one by one: each mean loss is weighted by its share of the labels."""
-        model.train()
-        model.zero_grad(set_to_none=True)
-        total, changed = torch.zeros((), dtype=torch.float64), []
-        for row in rows:
-            labels = self.count_labels(row)
-            if not labels:
-                continue
-            torch.manual_seed(SEED)
-            original = inputs.in_dtype_of(model, loss.upstream_labels(self.generated_class, dict(row)))
-            batch = copy.deepcopy(original)
-            with all_eager():
-                mean = model(**batch, use_cache=False).loss
-                share = mean * (labels / items)
-                share.backward()
-            total += share.detach()
-            changed += changed_inputs(batch, original)
-        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        gradients = {name: p.grad for name, p in model.named_parameters()}
-        return Step({"loss": total.to(dtype), **(outputs or {})}, gradients, tuple(changed))
-
-    def _row_of_logits(self, model: nn.Module, rows: Sequence[Batch]) -> Tensor:
-        """The logits of documents one after the other, `(1, S, V)`, without those of padding."""
-        parts = []
-        for row in rows:
-            is_real = row.get("attention_mask", torch.ones_like(row["input_ids"])).bool()
-            parts.append(self._reference_logits(model, row)[is_real])
-        return torch.cat(parts)[None]
-
-    # --------------------------------------------------------------------------------------------- comparing
-
     def _compare(self, name: str, actual: Step, upstream_step: Callable[[nn.Module], Step]) -> None:
         def reference(model: nn.Module) -> Step:
             return self.correspondence.step(upstream_step(model))
@@ -519,9 +350,3 @@ _SUBJECT = {
     "chunks": "the loss in chunks",
     "accumulation": "gradient accumulation",
 }
-
-
-@contextlib.contextmanager
-def _selected(implementations: Mapping[str, str]) -> Iterator[None]:
-    with all_eager(), seams.using(**implementations):
-        yield
