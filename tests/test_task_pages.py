@@ -75,7 +75,7 @@ def test_the_commands_are_ones_that_there_are(page, monkeypatch):
 @by_page([INDEX, *PAGES])
 def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-        assert (page.parent / link).exists(), link
+        assert link.startswith("https://") or (page.parent / link).exists(), link
 
 
 def test_the_index_has_every_page():
