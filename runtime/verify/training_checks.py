@@ -35,7 +35,6 @@ from patchgen.runtime.verify.comparison import (
 )
 from patchgen.runtime.verify.conditioning import beyond_rounding
 from patchgen.runtime.verify.large_weights import large_weights
-from patchgen.runtime.verify.small_config import set_router_loss
 from patchgen.runtime.verify.training_inputs import Batch, Documents
 from patchgen.runtime.verify.training_steps import BothModels
 from patchgen.runtime.verify.verdict import one_line_error
@@ -246,24 +245,16 @@ class Comparison(BothModels):
 
     def router_loss(self) -> None:
         """One row with the router loss; over several rows a run defines it differently (docs/parallel.md)."""
-        configs = (self.reference.config, self.generated.config)
-        if not any(
-            hasattr(part, "output_router_logits") for c in configs for part in (c, c.get_text_config(decoder=True))
-        ):
+        if not self.has_router_loss:
             return
         row = {name: tensor[:1] for name, tensor in self.plain.items()}
         items = self.count_labels(row)
-        try:
-            for config in configs:
-                set_router_loss(config, True)
+        with self.router_loss_on():
             self._compare(
                 "router loss",
                 self._step([inputs.trainer_inputs(row)], items),
                 lambda model: self._reference_step(model, [row], items),
             )
-        finally:
-            for config in configs:
-                set_router_loss(config, False)  # as in the other checks
 
     def large_weights(self) -> None:
         """Rows of one document, with weights on which clamps and caps bite."""

@@ -26,6 +26,7 @@ from patchgen.runtime.verify.correspondence import Correspondence, correspondenc
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.multimodal_inputs import takes_media
 from patchgen.runtime.verify.seam_proof import all_eager
+from patchgen.runtime.verify.small_config import set_router_loss
 from patchgen.runtime.verify.training_inputs import Batch
 
 if TYPE_CHECKING:
@@ -135,6 +136,27 @@ class BothModels:
                 changed += changed_inputs(batch, rows)
         gradients = {name: p.grad for name, p in model.named_parameters()}
         return Step({"loss": total, **(outputs or {})}, gradients, tuple(changed))
+
+    @property
+    def has_router_loss(self) -> bool:
+        """Whether a config has the switch of the router loss, which is off but within `router_loss_on`."""
+        return any(
+            hasattr(part, "output_router_logits")
+            for config in (self.reference.config, self.generated.config)
+            for part in (config, config.get_text_config(decoder=True))
+        )
+
+    @contextlib.contextmanager
+    def router_loss_on(self) -> Iterator[None]:
+        """Within the block both models add the loss of their routers."""
+        configs = (self.reference.config, self.generated.config)
+        for config in configs:
+            set_router_loss(config, True)
+        try:
+            yield
+        finally:
+            for config in configs:
+                set_router_loss(config, False)
 
     def forward(self, rows: Batch) -> Tensor:
         """The loss of the generated model, as in a step of a trainer."""

@@ -42,6 +42,9 @@ def facts_of(comparison: Comparison) -> tuple[tuple[Fact, ...], frozenset[int]]:
     with torch.no_grad():
         for batch in batches:
             found.watch("values", lambda batch=batch: values.in_run(lambda: fresh.forward(batch)))
+        if fresh.has_router_loss:
+            with fresh.router_loss_on():
+                found.watch("values", lambda: values.in_run(lambda: fresh.forward(batches[0])))
         if (length := _length(fresh)) > 0:
             rows = inputs.trainer_inputs(inputs.rows_of(fresh.tokens, length))
             found.watch(

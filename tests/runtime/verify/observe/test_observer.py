@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from patchgen.runtime import attention, compatibility, registry
 from patchgen.runtime.parallel import sharding
@@ -32,19 +34,26 @@ def planted(tmp_path: Path, code: str, *, in_model: bool = False, above: str = "
     place = MODEL if in_model else LAYER
     lines = "".join(f"        {line}\n" for line in code.splitlines())
     new = MODEL + lines if in_model else LAYER.replace("        return", f"{lines}        return")
-    committed = registry.find_model("llama")
+    return changed(tmp_path, "llama", {place: new, IMPORT: f"{IMPORT}\n{above}\n"}).LlamaForCausalLM
+
+
+def changed(tmp_path: Path, model: str, places: Mapping[str, str]) -> ModuleType:
+    """The module of a committed model, with other text in these places."""
+    committed = registry.find_model(model)
     text = committed.file.read_text()
-    assert text.count(place) == 1 and text.count(IMPORT) == 1
-    folder = tmp_path / "llama"
+    for place, new in places.items():
+        assert text.count(place) == 1
+        text = text.replace(place, new)
+    folder = tmp_path / model
     folder.mkdir()
-    (folder / committed.file.name).write_text(text.replace(place, new).replace(IMPORT, f"{IMPORT}\n{above}\n"))
+    (folder / committed.file.name).write_text(text)
     shutil.copy(committed.directory / "provenance.json", folder)
-    return registry.read_model(folder).load().LlamaForCausalLM
+    return registry.read_model(folder).load()
 
 
-def observed(head: type[LlamaForCausalLM]) -> list[Fact]:
+def observed(head: type[PreTrainedModel]) -> list[Fact]:
     attention.register()
-    config = small_config(LlamaForCausalLM.config_class).config
+    config = small_config(head.config_class).config
     comparison = Comparison(head, head, config, media=False)
     comparison.choose(config, {})
     comparison.compared_attention = "patchgen_sdpa"
@@ -76,6 +85,14 @@ def test_a_choice_by_the_length_is_told_and_leaves_whole_sequences(tmp_path, cod
     assert (fact.kind, fact.code) == (LENGTH, code) and fact.effect
     assert f"line {fact.line}, `{code}`" in reason_against([fact], ranks=2, sp=2)
     assert not reason_against([fact], ranks=2, sp=1)
+
+
+def test_a_step_with_the_router_loss_is_watched_too(tmp_path):
+    place = "                loss += self.router_aux_loss_coef * "
+    again = f"                if aux_loss > 1000:\n                    self.model(input_ids)\n{place}"
+    (fact,) = observed(changed(tmp_path, "qwen3_moe", {place: again}).Qwen3MoeForCausalLM)
+    assert (fact.kind, fact.code) == (VALUE, "if aux_loss > 1000:") and reason_against([fact], ranks=2, sp=1)
+    assert observed(registry.find_model("qwen3_moe").load().Qwen3MoeForCausalLM) == []
 
 
 @pytest.mark.parametrize(
