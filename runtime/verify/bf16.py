@@ -36,6 +36,8 @@ FACTOR = 3.0
 EPS = torch.finfo(DTYPE).eps
 ROUNDING_SHARE = 1 / 32
 """Of a rounding error: a loss is a mean over many tokens, computed in fp32, and a gradient a sum over them."""
+ONE_ROUNDING = 1 / 2
+"""Of a loss that upstream computes in bf16: its last operation rounds it to the nearest value."""
 MOSTLY_ERROR = 0.5
 
 
@@ -142,7 +144,7 @@ def errors(actual: Step, upstream: Step, exact: Step) -> dict[str, float]:
     """How many times as far from `exact` each output and gradient is as upstream's.
 
     By chance a result of few elements is close to exact: what upstream's gradients are wrong by in the median, relative to their
-    size, and a part of a rounding error of an output, or of the largest gradient, count as upstream's own error everywhere: small
+    size, and a rounding error of an output, or a part of it in fp32 or of the largest gradient, count as upstream's own: small
     gradients are sums that cancel. Where upstream's result is mostly error, nothing is compared.
     """
     gradients = {
@@ -159,9 +161,16 @@ def errors(actual: Step, upstream: Step, exact: Step) -> dict[str, float]:
     usual = statistics.median(own.values()) if own else 0.0
     compared = {name: results for name, results in gradients.items() if own.get(name, 0.0) <= MOSTLY_ERROR}
     least = EPS * ROUNDING_SHARE * exact.max_gradient_norm
-    return {name: _ratio(*results, share=EPS * ROUNDING_SHARE, least=0.0) for name, results in outputs.items()} | {
-        name: _ratio(*results, share=usual, least=least) for name, results in compared.items()
+    ratios = {
+        name: _ratio(*results, share=EPS * (ONE_ROUNDING if _is_of_bf16(results[1]) else ROUNDING_SHARE), least=0.0)
+        for name, results in outputs.items()
     }
+    return ratios | {name: _ratio(*results, share=usual, least=least) for name, results in compared.items()}
+
+
+def _is_of_bf16(result: Tensor) -> bool:
+    """Whether bf16 has these values: one of fp32 is among them once in 65,536 times."""
+    return torch.equal(result.to(DTYPE).to(result.dtype), result)
 
 
 def _ratio(

@@ -130,3 +130,15 @@ def test_errors_are_counted_in_upstreams_own_and_noise_is_not_compared():
     noise = step([1.01, 0.99], bias=3.0)
     assert further_than_upstream(step([1.0, 1.0], bias=-40.0), noise, exact) == {}
     assert set(further_than_upstream(step([1.0, float("nan")]), upstream, exact)) == {"gradient of weight"}
+
+
+def test_a_loss_that_upstream_rounds_may_be_rounded_to_its_other_neighbour():
+    """Between 2 and 4 bf16 has one value every 1/64."""
+
+    def step(loss: float) -> Step:
+        return Step({"loss": torch.tensor(loss)}, {})
+
+    exact, above, below = step(3.1707), step(3.171875), step(3.15625)
+    assert not further_than_upstream(below, above, exact)
+    assert set(further_than_upstream(step(3.171875 - 3 / 64), above, exact)) == {"loss"}
+    assert set(further_than_upstream(below, step(3.1719), exact)) == {"loss"}, "which upstream computes in fp32"

@@ -309,6 +309,8 @@ def test_a_failure_with_media_names_what_upstreams_own_attentions_differ_by(monk
     for check in ("rows", "documents"):
         monkeypatch.setattr(comparison, check, fail)
     monkeypatch.setattr(comparison, "accumulation", lambda _: None)
+    for check in ("large_weights", "bf16"):
+        monkeypatch.setattr(comparison, check, lambda: None)
     monkeypatch.setattr(comparison, "_sdpa_deviation", lambda rows: 0.4 if rows == [row] else 0.0)
     comparison.plain = row
     comparison.run()
