@@ -75,11 +75,11 @@ def inputs_in_bf16(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class SameChoices(TorchFunctionMode):
-    """Steps inside it choose what the first one chose: in bf16 another expert may win, which says nothing about rounding.
+    """Steps inside it choose what the first one chose: in bf16 another expert may win, or a ReLU open; that is no rounding error.
 
     choices = SameChoices()
-    with choices: ...        # the first step: its top-k, sort and argmax are recorded
-    with choices: ...        # the next one gets the same indices, with its own values
+    with choices: ...        # the first step: its top-k, sort, argmax and the signs of its ReLUs are recorded
+    with choices: ...        # the next one gets the same indices and signs, with its own values
     """
 
     def __init__(self) -> None:
@@ -97,19 +97,17 @@ class SameChoices(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        indices = result if isinstance(result, Tensor) else getattr(result, "indices", None)
         name = getattr(func, "__name__", "")
+        if name == "relu":
+            return torch.where(self._first(name, result > 0), args[0], 0)
+        indices = result if isinstance(result, Tensor) else getattr(result, "indices", None)
         if name not in _DIM_PLACES or not isinstance(indices, Tensor) or indices.is_floating_point():
             return result
         if not args[0].is_floating_point():
             return result  # the order of tokens by expert
-        key = name, indices.shape
+        recorded = self._first(name, indices)
         if self._is_first:
-            self._recorded.setdefault(key, []).append(indices)
             return result
-        choices, number = self._recorded.get(key, []), self._next[key]
-        self._next[key] += 1
-        recorded = choices[number] if number < len(choices) else indices
         if name == "max":
             # What a model derives from a maximum need not hold for another element. Attention only subtracts it.
             self.differs |= args[0].ndim < ATTENTION_NDIM and not torch.equal(recorded, indices)
@@ -119,6 +117,16 @@ class SameChoices(TorchFunctionMode):
         place, default = _DIM_PLACES[name]
         dim = (kwargs or {}).get("dim", args[place] if len(args) > place else default)
         return type(result)((args[0].gather(dim, recorded), recorded))
+
+    def _first(self, name: str, choice: Tensor) -> Tensor:
+        """What the first step chose in this call of a function; this choice itself in the first step, or if it had none."""
+        key = name, choice.shape
+        if self._is_first:
+            self._recorded.setdefault(key, []).append(choice)
+            return choice
+        choices, number = self._recorded.get(key, []), self._next[key]
+        self._next[key] += 1
+        return choices[number] if number < len(choices) else choice
 
 
 _DIM_PLACES = {"topk": (2, -1), "sort": (1, -1), "argmax": (1, -1), "argsort": (1, -1), "max": (1, -1)}

@@ -117,6 +117,16 @@ def test_steps_choose_what_the_first_one_chose():
     assert others.topk(2).indices.tolist() == [[0, 2]]
 
 
+def test_a_relu_is_open_where_it_was_in_the_first_step():
+    choices, signs = SameChoices(), torch.tensor([0.1, -0.1, 2.0])
+    with choices:
+        assert torch.equal(F.relu(signs), signs.relu())
+    near = torch.tensor([-0.01, 0.01, 2.0], requires_grad=True)
+    with choices:
+        F.relu(near).sum().backward()
+    assert near.grad.tolist() == [1.0, 0.0, 1.0]
+
+
 def test_errors_are_counted_in_upstreams_own_and_noise_is_not_compared():
     def step(weight: list[float], bias: float = 1.0, other: float = 1.01) -> Step:
         gradients = {"weight": torch.tensor(weight), "other": torch.tensor([other]), "bias": torch.tensor([bias])}
