@@ -34,10 +34,8 @@ DTYPE = torch.bfloat16
 FACTOR = 3.0
 """Kernels in bf16 are at most 1.7 times as far on the types that were measured, one that rounds its tokens to FP8 3.4 times."""
 EPS = torch.finfo(DTYPE).eps
-ROUNDING_SHARE = 1 / 32
-"""Of a rounding error: a loss is a mean over many tokens, computed in fp32, and a gradient a sum over them."""
-ONE_ROUNDING = 1 / 2
-"""Of a loss that upstream computes in bf16: its last operation rounds it to the nearest value."""
+GRADIENT_SHARE, LOSS_SHARE = 1 / 32, 1 / 16
+"""Of a rounding error: a gradient is a sum over many tokens, a loss computed in fp32 a mean over some fifty."""
 MOSTLY_ERROR = 0.5
 
 
@@ -152,7 +150,8 @@ def errors(actual: Step, upstream: Step, exact: Step) -> dict[str, float]:
     """How many times as far from `exact` each output and gradient is as upstream's.
 
     By chance a result of few elements is close to exact: what upstream's gradients are wrong by in the median, relative to their
-    size, and a rounding error of an output, or a part of it in fp32 or of the largest gradient, count as upstream's own: small
+    size, and a part of a rounding error of an output, or of the largest gradient, count as upstream's own error everywhere (of an
+    output that upstream computes in bf16 the whole, and as much as of gradients: it may be a sum that cancels, too): small
     gradients are sums that cancel. Where upstream's result is mostly error, nothing is compared.
     """
     gradients = {
@@ -168,9 +167,9 @@ def errors(actual: Step, upstream: Step, exact: Step) -> dict[str, float]:
     }
     usual = statistics.median(own.values()) if own else 0.0
     compared = {name: results for name, results in gradients.items() if own.get(name, 0.0) <= MOSTLY_ERROR}
-    least = EPS * ROUNDING_SHARE * exact.max_gradient_norm
+    least = EPS * GRADIENT_SHARE * exact.max_gradient_norm
     ratios = {
-        name: _ratio(*results, share=EPS * (ONE_ROUNDING if _is_of_bf16(results[1]) else ROUNDING_SHARE), least=0.0)
+        name: _ratio(*results, share=max(EPS, usual) if _is_of_bf16(results[1]) else EPS * LOSS_SHARE, least=0.0)
         for name, results in outputs.items()
     }
     return ratios | {name: _ratio(*results, share=usual, least=least) for name, results in compared.items()}

@@ -150,5 +150,5 @@ def test_a_loss_that_upstream_rounds_may_be_rounded_to_its_other_neighbour():
 
     exact, above, below = step(3.1707), step(3.171875), step(3.15625)
     assert not further_than_upstream(below, above, exact)
-    assert set(further_than_upstream(step(3.171875 - 3 / 64), above, exact)) == {"loss"}
+    assert set(further_than_upstream(step(3.171875 - 6 / 64), above, exact)) == {"loss"}
     assert set(further_than_upstream(below, step(3.1719), exact)) == {"loss"}, "which upstream computes in fp32"

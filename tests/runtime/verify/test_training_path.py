@@ -217,6 +217,18 @@ def test_a_gradient_that_cancels_upstream_is_zero_within_a_rounding_error():
     assert not is_rounding("gradient of score", step(1e-6), step(0.0), perturbed)
 
 
+def test_a_thousandth_of_a_gradient_below_a_rounding_error_of_the_largest_is_rounding():
+    """The gradient of a scalar is a sum over all tokens; three perturbations may hardly move it."""
+
+    def step(value: float) -> Step:
+        return Step({}, {"scale": torch.tensor(value), "weight": torch.tensor([2.0])})
+
+    still = [step(3e-5)] * 3
+    assert is_rounding("gradient of scale", step(3e-5 + 1e-8), step(3e-5), still)
+    assert not is_rounding("gradient of scale", step(3e-5 + 1e-7), step(3e-5), still), "a 300th of it"
+    assert not is_rounding("gradient of scale", step(3e-3 + 1e-6), step(3e-3), still), "four rounding errors"
+
+
 def test_a_gradient_of_nothing_but_rounding_is_equal_and_one_of_a_true_size_is_not():
     """A softmax over positions cancels the gradient of a bias that all positions share."""
 
