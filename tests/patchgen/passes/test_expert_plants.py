@@ -119,7 +119,7 @@ def test_a_tower_that_mixes_rows_is_told(case: str, two_ranks):
 
 RULE = "last_recurrent_state = torch_chunk_gated_delta_rule("
 CONVOLVED = "mixed_qkv = causal_conv1d_fn("
-NET = "class Qwen3NextGatedDeltaNet("
+NET = "@use_kernelized_func(\n    [torch_recurrent_gated_delta_rule"
 HIDDEN = {
     "another name": (
         (RULE, RULE.replace("torch_chunk_gated_delta_rule", "rule")),
