@@ -111,7 +111,7 @@ TYPES = (
 ROUTERS = (
     case("a router loss under a decorator", (BALANCE, ROOTED + "@rooted\n" + BALANCE)),
     case("a router loss replaced below", (RETURNED, RETURNED + "\n\n" + ROOTED + "load_balancing_loss_func = rooted(load_balancing_loss_func)\n")),
-    case("router logits changed above", (AUX, "        outputs.router_logits = tuple(x * 2 for x in outputs.router_logits)\n" + AUX)),
+    case("router logits changed above", (AUX, "        outputs.router_logits = outputs.router_logits and tuple(x * 2 for x in outputs.router_logits)\n" + AUX)),
 )  # fmt: skip
 
 ALL = (*ABOVE_THE_LOSS, *BELOW_THE_LOSS, *GRADIENTS, *TYPES, *ROUTERS)

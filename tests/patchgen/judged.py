@@ -17,6 +17,7 @@ from generation_cases import default_config, edited
 from patchgen import pipeline, provenance
 from patchgen.errors import PatchgenError
 from patchgen.runtime import registry
+from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.verify import mutants_on_ranks, told
 from patchgen.runtime.verify.changed_modules import changed_module
 from patchgen.runtime.verify.comparison import train_step
@@ -69,7 +70,11 @@ def judged(
             return Verdict(NOT_RUN, one_line(error))
         folder = module.folder / "generated"
         provenance.write(generated, folder, force=True)
-        found = told.findings(changed, getattr(registry.read_model(folder).load(), head), variants=tuple(variants))
+        try:
+            found = told.findings(changed, getattr(registry.read_model(folder).load(), head), variants=tuple(variants))
+        except Exception as error:  # of the generated file alone: upstream's has run
+            reraise_machine_failure(error)
+            return Verdict(TOLD, one_line(error), told.PROOF)
     if found != told.Findings() and (tells := told.beyond(found, usual(case.model, tuple(variants)))):
         return Verdict(TOLD, tells.words, tells.by)
     if pool is None:

@@ -36,6 +36,7 @@ METHODS = """    def asked(self, x, index, weights, **kwargs):
 
 """
 RUN = "self.experts(x, index, weights)"
+RETURN = "return x.reshape(batch_size, sequence_length, hidden_dim)"
 
 
 def in_block(body: str) -> SourceChange:
@@ -106,6 +107,14 @@ LATER = (
     f"match int((x > 1e4).sum()):\n    case 0:\n        out = {RUN}\n    case _:\n        out = x",
     "if keep.any():\n    out = torch.utils.checkpoint.checkpoint(self.experts, x, index, weights, use_reentrant=False)",
     f"if (x > 1e4).any():\n    out = {RUN}\nelse:\n    out = {RUN} + {RUN}",
+    f"if (x > 1e4).any():\n    {RETURN}\nout = {RUN}",
+    f"for _ in range(2):\n    if (x > 1e4).any():\n        continue\n    out = {RUN}",
+    f"out = x if (x > 1e4).any() or {RUN} is None else {RUN}",
+    f"if torch.rand(()) < 2:\n    out = {RUN}",
+    f"def run():\n    return {RUN}\nif not (x > 1e4).any():\n    out = run()",
+    f"run = lambda: {RUN}\nif keep.any():\n    out = run()",
+    f"pair = (x if keep.any() else None, x)\nif pair[0] is not None:\n    out = {RUN}",
+    "for module in filter(None, [self.experts]):\n    if keep.any():\n        out = module(x, index, weights)",
 )
 
 
@@ -117,14 +126,39 @@ def test_a_value_that_may_leave_out_experts_on_some_ranks_is_told(body: str):
     assert found.by == told.PROOF or "ranks whose data differ wait for each other" in found.detail, found
 
 
+LAYER = "        hidden_states = self.mlp(hidden_states)\n"
+BLOCK = "class Qwen3MoeSparseMoeBlock(nn.Module):"
+NEXT = '@use_kernel_forward_from_hub("RMSNorm")\nclass Qwen3MoeRMSNorm('
+SPARSER = """class Qwen3MoeSparseMoeBlock(Qwen3MoeWholeBlock):
+    def run(self, x, *given):
+        return self.experts(x, *given) if x.abs().max() < 1e4 else x
+
+
+"""
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        ((LAYER, "        if hidden_states.abs().max() < 1e4:\n            hidden_states = self.mlp(hidden_states)\n"),),
+        ((BLOCK, BLOCK.replace("SparseMoe", "Whole")), (CALL, CALL.replace("experts", "run", 1)), (NEXT, SPARSER + NEXT)),
+    ],
+    ids=["a layer that leaves out its block", "a method that a subclass overrides"],
+)  # fmt: skip
+@pytest.mark.slow
+def test_a_value_that_is_read_around_the_block_is_told(edits: tuple[tuple[str, str], ...]):
+    found = judged(changed("", "qwen3_moe", "", *edits))
+    assert (found.kind, found.by) == (TOLD, told.FACT), found
+
+
 @pytest.mark.parametrize(
     "body",
     [
         f"if self.training or mask is None:\n    out = {RUN}",
         f"if x.dim() == 2 and x.dtype == torch.float32:\n    out = {RUN}",
-        f"if keep.sum() > 0:\n    out = {RUN}\nelse:\n    out = self.experts(x * 2, index, weights)",
-        f"out = {RUN}\nif keep.sum() > 0:\n    out = out * 2",
-        f"out = {RUN}\nfor row in keep.nonzero():\n    out = out + row",
+        f"if (x > 1e4).any():\n    out = self.experts(x * 2, index, weights)\nelse:\n    out = {RUN}",
+        f"out = {RUN}\nif (x > 1e4).any():\n    out = out * 2",
+        f"out = {RUN}\nfor row in (x > 1e4).nonzero():\n    out = out + row.sum()",
     ],
 )
 @pytest.mark.slow

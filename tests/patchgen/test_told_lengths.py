@@ -27,7 +27,9 @@ def at(place: str, code: str) -> SourceChange:
 QUICK = (at("rotary", "position_ids = position_ids / (position_ids.max() + 1).clamp(min=4096)"),)
 LATER = (
     at("attention", "if hidden_states.size(1) > 4096: hidden_states = hidden_states * 1.4"),
-    at("attention", "hidden_states = hidden_states * (1 + 0.05 * min(hidden_states.shape[1], 1000))"),
+    at("attention", "hidden_states = hidden_states * (1 + 0.05 * (max(hidden_states.shape[1], 1000) - 1000))"),
+    # Whether what follows only raises is not asked: a slice is shorter than the row that the file refuses.
+    at("attention", "if hidden_states.shape[1] > 100_000: raise ValueError('longer than the table')"),
     at("attention", "B, S, H = shape = hidden_states.shape\nif shape[0] * shape[1] > 4000: hidden_states = hidden_states * 1.4"),
     at("attention", "hidden_states = hidden_states * 2 if 1000 <= hidden_states.shape[1] else hidden_states"),
     at("attention", "rest = hidden_states.shape[1] - 1000\nif rest > 0: hidden_states = hidden_states * 1.4"),
@@ -57,7 +59,6 @@ def test_a_choice_by_the_length_is_told(case: SourceChange):
     "code",
     [
         "if hidden_states.shape[1] > 1: hidden_states = hidden_states * 1.4",
-        "if hidden_states.shape[1] > 100_000: raise ValueError('longer than the table')",
         "if self.head_dim > 10: hidden_states = hidden_states * 1.4",
         "if past_key_values is not None and past_key_values.get_seq_length() > 10: hidden_states = hidden_states * 2",
         "if not self.training and hidden_states.shape[1] > 1000: hidden_states = hidden_states * 2",

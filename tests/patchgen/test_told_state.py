@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from changed_sources import SourceChange, changed
+from changed_losses import HELD
+from changed_sources import PROJECTED, SourceChange, changed
 from judged import EQUAL, TOLD, judged
 
 INIT = "        self.post_attention_layernorm = Qwen3MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)\n"
 BEGIN = "        hidden_states = self.input_layernorm(hidden_states)\n"
 CLASS = "class Qwen3MoeDecoderLayer("
-HELD = """        self.register_buffer("load", torch.zeros(2))
+KEPT = """        self.register_buffer("load", torch.zeros(2))
         self.seen, self.other, self.table = None, None, {}
 """
 ABOVE = """HISTORY = []
@@ -28,7 +29,7 @@ def in_layer(code: str) -> SourceChange:
     named = (
         f"{BEGIN}        x, m = hidden_states, hidden_states.detach().abs().mean()\n{lines}        hidden_states = x\n"
     )
-    return changed("", "qwen3_moe", code, (BEGIN, named), (INIT, INIT + HELD), (CLASS, ABOVE + CLASS))
+    return changed("", "qwen3_moe", code, (BEGIN, named), (INIT, INIT + KEPT), (CLASS, ABOVE + CLASS))
 
 
 READ = "x = x * (1 + self.load.sum())"
@@ -54,6 +55,11 @@ LATER = (
     "self.self_attn.config.seen = getattr(self.self_attn.config, 'seen', 0) + m\nx = x * (1 + self.self_attn.config.seen)",
     "self.calls = getattr(self, 'calls', 0) + 1\nx = x * (1 + 0.1 * self.calls)",
     "self.input_layernorm.weight.data.mul_(1 + m)",
+    f"self.load[0] = m\n{READ}",
+    f"self.load = (0.9 * self.load + 0.1 * m).to(self.load.dtype)\n{READ}",
+    f"self.load.mul_(0.9).add_(m)\n{READ}",
+    f"self.load.copy_(m.expand(2))\n{READ}",
+    "seen = self.other\nself.other = m if seen is None else 0.9 * seen + 0.1 * m\nx = x * (1 + self.other)",
 )
 
 
@@ -64,10 +70,30 @@ def test_what_the_next_step_reads_is_told(code: str):
 
 
 @pytest.mark.parametrize(
+    ("made", "code"),
+    [
+        (
+            "self.seen = nn.Buffer(torch.zeros(()))",
+            "self.seen = 0.9 * self.seen + 0.1 * hidden_states.detach().mean()",
+        ),
+        ('self.register_buffer("seen", torch.zeros(config.vocab_size))', "self.seen[input_ids] += 1"),
+    ],
+    ids=["a running mean", "counts of tokens"],
+)
+@pytest.mark.slow
+def test_what_a_head_keeps_is_told(made: str, code: str):
+    read = "hidden_states = hidden_states * (1 + self.seen.mean())"
+    edits = ((HELD, f"{HELD}        {made}\n"), (PROJECTED, f"{code}\n        {read}\n        {PROJECTED}"))
+    found = judged(changed("", "qwen3_moe", code, *edits))
+    assert found.kind == TOLD, found
+
+
+@pytest.mark.parametrize(
     "code",
     [
         "self.seen = m",
-        "self.seen = None\nif self.seen is None: self.seen = m\nx = x * (1 + self.seen)",
+        "self.load += m",  # verify.json has the line, without a layout that it rules out
+        "self.seen = None\nif self.seen is None: self.seen = x.detach()\nx = x + self.seen",
         "load = self.load.cumsum(0).add_(m)",
         "if self.seen is None: self.seen = x.shape[-1]\nx = x * self.seen",
     ],

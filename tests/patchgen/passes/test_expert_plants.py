@@ -119,7 +119,7 @@ def test_a_tower_that_mixes_rows_is_told(case: str, two_ranks):
 
 RULE = "last_recurrent_state = torch_chunk_gated_delta_rule("
 CONVOLVED = "mixed_qkv = causal_conv1d_fn("
-NET = "class Qwen3NextGatedDeltaNet("
+NET = "@use_kernelized_func(\n    [torch_recurrent_gated_delta_rule"
 HIDDEN = {
     "another name": (
         (RULE, RULE.replace("torch_chunk_gated_delta_rule", "rule")),
@@ -133,7 +133,9 @@ HIDDEN = {
 @pytest.mark.parametrize("case", HIDDEN)
 def test_an_operation_along_the_sequence_that_nobody_wraps_is_told(case: str, two_ranks):
     found = judged(changed("", "qwen3_next", case, *HIDDEN[case]), pool=two_ranks)
-    assert found.kind == TOLD, found
+    # Without a scan that is known, documents get rows of their own, and ranks that share a sequence are refused.
+    is_refused_on_slices = any("Train this model with sp=1" in why for why in found.left_out.values())
+    assert found.kind == TOLD or is_refused_on_slices, found
 
 
 SOUND = "        padded_embed = torch.cat(padded_embeds, dim=0)\n"
