@@ -28,7 +28,8 @@ LENGTHS = (*range(2, 66), *(2**power for power in range(7, 21)))
 """For which outcomes of comparisons are computed."""
 OTHER_POSITIONS = (-1, 2**20)  # a number of tokens follows from them: none, and more than limits are
 EFFECT = "it is computed from the length of this rank's tokens"
-OF_SIZES = ("__get__", "size", "__len__", "numel", "nelement")
+OF_SIZES = ("__get__", "size", "__len__")
+OF_COUNTS = ("numel", "nelement")
 _SHAPES = """
     view reshape expand repeat arange zeros ones empty full new_zeros new_ones new_empty new_full narrow split chunk unfold
     __getitem__ __setitem__ tril triu pad unflatten expand_as select index_select tile roll linspace zeros_like ones_like
@@ -273,6 +274,9 @@ class _Sizes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
+        if name in OF_COUNTS:
+            # Whether the sequence is whole is said by the tensor's sizes: two heads make a slice's count one of a sequence.
+            return math.prod(map(self._remembering, args[0].shape))
         if name in OF_SIZES:
             return self._remembering(result)
         operands = (*args, *(kwargs or {}).values())
