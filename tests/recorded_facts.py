@@ -43,10 +43,12 @@ def record(file: Path, facts: Sequence[Fact], *, sha256: str = "", status: str =
     file.with_name("verify.json").write_text(json.dumps(proof))
 
 
-def recorded(folder: Path, facts: Sequence[Fact], **fields: object) -> type:
-    """A class of a file in this folder, whose proof observed these facts; the other fields are those of `record`."""
+def recorded(
+    folder: Path, facts: Sequence[Fact], *, sha256: str = "", status: str = "proven", **training: object
+) -> type:
+    """A class of a file in this folder, whose proof observed these facts; the other arguments are those of `record`."""
     folder.mkdir(exist_ok=True)
     file = folder / f"modeling_{folder.name}.py"
     file.write_text(CODE)
-    record(file, facts, **fields)
+    record(file, facts, sha256=sha256, status=status, **training)
     return registry.import_file(file).Model
