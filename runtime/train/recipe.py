@@ -355,10 +355,9 @@ def flatten(values: Mapping[str, Any] | Mapping[int, Any], prefix: str = "") -> 
 
 
 def changed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted key -> value of what a recipe, as `to_dict` gives it, sets to something else than the default."""
-    defaults = flatten(to_dict(from_dict({"model": {"source": ""}, "data": {}})))
-    missing = object()
-    return {key: value for key, value in flatten(values).items() if defaults.get(key, missing) != value}
+    """Dotted key -> value of what a recipe, as `to_dict` gives it, sets to something else than the default. A section that is not
+    there by default is named even if it has defaults only."""
+    return flatten(TypeAdapter(Recipe).dump_python(from_dict(values), mode="json", exclude_defaults=True))
 
 
 def section_type(kind: Any) -> type | None:

@@ -183,12 +183,11 @@ class Tracker(Listener):
         if self.kind == "tensorboard":
             self._writer = self._package.SummaryWriter(self.directory / "tensorboard", purge_step=start.first_step + 1)
         else:
-            more = {}
-            if (
-                self.kind == "wandb"
-            ):  # one run over restarts and requeues; steps that it has already it leaves as they are
-                more = {"id": tracked_id(self.directory), "resume": "allow", "dir": str(self.directory)}
-            self._package.init(project=self.project, name=start.name, config=start.recipe, **more)
+            # wandb: one run over restarts and requeues; steps that it has already it leaves as they are.
+            options: dict[str, Any] = {}
+            if self.kind == "wandb":
+                options = {"id": tracked_id(self.directory), "resume": "allow", "dir": str(self.directory)}
+            self._package.init(project=self.project, name=start.name, config=start.recipe, **options)
         self._is_open = True
 
     def on_step(self, record: StepRecord) -> None:
@@ -214,10 +213,12 @@ def tracked_id(directory: Path) -> str:
     """The id of this run for a tracker that knows runs by one: drawn at the first start, and kept in the run's folder, which
     `--fresh` moves away."""
     path = directory / TRACKED
-    with writing(path, None):
-        if not path.is_file():
-            path.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
-    return path.read_text(encoding="utf-8").strip()
+    known = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+    if not known:  # also if a full disk or a kill left the file empty
+        known = uuid.uuid4().hex[:12]
+        with writing(path, None):
+            path.write_text(f"{known}\n", encoding="utf-8")
+    return known
 
 
 def _source_values(prefix: str, sources: dict[str, SourceFigures] | None) -> dict[str, float]:

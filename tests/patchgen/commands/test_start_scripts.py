@@ -64,19 +64,18 @@ def test_a_script_does_not_drop_fresh_silently(kind: str):
 
 @pytest.mark.parametrize("kind", ["slurm", "ssh"])
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("settings", "told"),
     [
-        ("parallel.sp=3", "does not divide the number of ranks, 16"),
-        ("train.batches_per_step=10", "10 is not divisible by the 16"),
+        (["parallel.sp=3"], "does not divide the number of ranks, 16"),
+        (["train.batches_per_step=10"], "batches_per_step = 10 is not divisible by the 16"),
+        (["eval_data={}", "train.eval_batches=10"], "eval_batches = 10 is not divisible by the 16"),
     ],
 )
-def test_a_script_is_written_only_for_a_layout_that_fits(kind: str, setting: str, told: str):
+def test_a_script_is_written_only_for_a_layout_that_fits(kind: str, settings: list[str], told: str):
+    command = ["train", "recipes/qwen3_moe_toy.yaml", "--script", kind, "--nproc", "8", "--nnodes", "2"]
     with pytest.raises(ConfigError, match=told):
-        invoke(
-            "train", "recipes/qwen3_moe_toy.yaml", "--script", kind, "--nproc", "8", "--nnodes", "2", "--set", setting
-        )
-    script = invoke("train", "recipes/qwen3_moe_toy.yaml", "--script", kind, "--nproc", "8", "--nnodes", "2").output
-    assert f"PATH={sysconfig.get_path('scripts')}:" in script
+        invoke(*command, *(word for setting in settings for word in ("--set", setting)))
+    assert f"PATH={sysconfig.get_path('scripts')}:" in invoke(*command).output
 
 
 def test_a_range_of_one_number_of_machines_is_that_number():

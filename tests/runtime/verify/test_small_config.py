@@ -8,15 +8,13 @@ import transformers
 from huggingface_hub.dataclasses import strict
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from patchgen.runtime.verify import field_semantics as sizes
 from patchgen.runtime.verify.comparison import train_step
-from patchgen.runtime.verify.inputs import drawable_ids, special_ids, text_cases
-from patchgen.runtime.verify.layer_selection import select_layers
+from patchgen.runtime.verify.inputs import special_ids, text_cases
 from patchgen.runtime.verify.model_pair import build_model
-from patchgen.runtime.verify.shrink import shrink, why_padding_has_no_row
 from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS, SmallConfigError, applicable_variants, small_config
 from patchgen.runtime.verify.small_values import split
 
@@ -141,28 +139,6 @@ def test_a_refusal_names_upstreams_reason_and_what_was_tried():
 
 # -------------------------------------------------------------------------------------------------- properties
 
-KINDS = st.sampled_from(["full", "linear", "conv"])
-
-
-@given(st.lists(st.tuples(KINDS, st.booleans(), st.booleans()), min_size=2, max_size=40), st.integers(1, 6))
-def test_selected_layers_show_each_kind_once_and_in_order(layers, min_layers):
-    attention, is_moe, is_listed = (list(column) for column in zip(*layers, strict=True))
-    values = {
-        "layer_types": attention,
-        "mlp_layer_types": ["sparse" if moe else "dense" for moe in is_moe],
-        "special_layers": [layer for layer, listed in enumerate(is_listed) if listed],
-    }
-    selection = select_layers(values, len(layers), min_layers)
-    kinds = [layers[layer] for layer in selection.kept]
-    assert set(kinds) == set(layers)
-    assert list(selection.kept) == sorted(selection.kept)
-    assert len(selection.kept) == max(len(set(layers)), min_layers)
-    small = selection.overrides
-    listed = set(small.get("special_layers", []))
-    assert [
-        (small["layer_types"][i], small["mlp_layer_types"][i] == "sparse", i in listed) for i in range(len(kinds))
-    ] == kinds
-
 
 @given(st.integers(1, 64), st.lists(st.integers(1, 64), min_size=1, max_size=4))
 def test_split_parts_add_up(total, shares):
@@ -175,15 +151,6 @@ def test_split_parts_add_up(total, shares):
 )
 def test_no_rule_enlarges(name, declared):
     assert sizes.rule_for(name).small(declared) <= declared
-
-
-@pytest.mark.parametrize("config_class", ["Qwen3Config", "GptOssConfig", "LlamaConfig", "Qwen3MoeConfig"])
-def test_a_config_of_one_layer_shrinks(config_class: str):
-    """Its list of layer kinds has one entry, as many as a list of anything else may have."""
-    import transformers
-
-    small = shrink(getattr(transformers, config_class)(num_hidden_layers=1)).config
-    assert len(getattr(small, "layer_types", None) or range(small.num_hidden_layers)) == small.num_hidden_layers
 
 
 def test_what_a_composite_config_says_of_its_tower_fits_the_small_tower():
@@ -199,70 +166,5 @@ def test_what_a_composite_config_says_of_its_tower_fits_the_small_tower():
 
 
 def test_a_class_with_one_expert_by_default_routes_in_its_small_form():
-    """Two ranks share them; who asks for one expert has one."""
+    """Two ranks share them."""
     assert small_config("hunyuan_v1_moe").config.num_experts == sizes.EXPERTS
-    assert shrink(CONFIG_MAPPING["jamba"](num_experts=1)).config.num_experts == 1
-
-
-# ------------------------------------------------------------------------------------------- somebody's own layers
-
-
-@pytest.mark.parametrize("model_type", ["glm", "glm4", "cwm"])
-def test_a_list_of_token_ids_as_long_as_the_layers_is_not_one_per_layer(model_type):
-    config = CONFIG_MAPPING[model_type](num_hidden_layers=3)
-    assert len(config.eos_token_id) == 3
-    assert len(set(shrink(config).config.eos_token_id)) == 3
-
-
-def test_a_list_that_the_class_keeps_as_long_is_not_one_per_layer():
-    """Five multipliers of a state-space layer, and five layers."""
-    config = CONFIG_MAPPING["falcon_h1"](num_hidden_layers=5)
-    assert len(shrink(config).config.ssm_multipliers) == len(config.ssm_multipliers) == 5
-
-
-@pytest.mark.parametrize("model_type", ["gemma3n_text", "inkling_text", "laguna", "lfm3"])
-def test_lists_of_numbers_and_kinds_follow_a_single_layer(model_type):
-    config = CONFIG_MAPPING[model_type](num_hidden_layers=1)
-    small = shrink(config).config
-    assert len(small.layer_types) == small.num_hidden_layers
-    assert set(small.layer_types) == set(config.layer_types)
-
-
-def test_a_sparse_layer_alone_stays_sparse():
-    assert shrink(CONFIG_MAPPING["qwen3_moe"](num_hidden_layers=1)).config.mlp_only_layers == []
-    assert shrink(CONFIG_MAPPING["qwen3_moe"](num_hidden_layers=2)).config.mlp_only_layers == [0]
-
-
-def test_counts_that_add_up_to_the_layers_become_one_of_each_kind():
-    config = CONFIG_MAPPING["gpt_neo"](num_layers=6, attention_types=[[["global"], 2], [["local"], 4]])
-    assert shrink(config).config.attention_layers == ["global", "local"]
-
-
-@pytest.mark.parametrize("model_type", ["dots3_note", "dots3_note_text", "qwen3_moe", "gemma3n_text"])
-def test_a_small_config_shrinks_to_itself(model_type):
-    small = small_config(model_type).config
-    assert shrink(small).config.to_dict() == small.to_dict()
-
-
-@pytest.mark.parametrize("vocab", [16, 40, 100])
-def test_special_tokens_of_a_small_vocabulary_stay_inside_and_leave_others(vocab):
-    config = CONFIG_MAPPING["llama"](vocab_size=vocab, pad_token_id=vocab - 1, bos_token_id=vocab - 2, eos_token_id=1)
-    small = shrink(config).config
-    assert max(small.pad_token_id, small.bos_token_id, small.eos_token_id) < small.vocab_size == vocab
-    assert len({small.pad_token_id, small.bos_token_id, small.eos_token_id}) == 3
-    assert drawable_ids(small)
-
-
-def test_a_vocabulary_without_other_tokens_is_told_of():
-    with pytest.raises(ValueError, match="a vocabulary of 2 ids with .* leaves a proof none to draw"):
-        drawable_ids(CONFIG_MAPPING["llama"](vocab_size=2, bos_token_id=0, eos_token_id=1))
-    with pytest.raises(SmallConfigError, match="more than 7 special tokens above 8"):
-        shrink(CONFIG_MAPPING["llama"](vocab_size=16, eos_token_id=list(range(8, 16)), bos_token_id=1))
-
-
-def test_a_padding_token_beyond_the_vocabulary_is_told_of():
-    config = CONFIG_MAPPING["llama"](vocab_size=100, pad_token_id=100)
-    assert why_padding_has_no_row(config).startswith(
-        "pad_token_id = 100 has no row in the embeddings: the vocabulary has 100"
-    )
-    assert not why_padding_has_no_row(CONFIG_MAPPING["llama"](vocab_size=100, pad_token_id=99))

@@ -25,7 +25,6 @@ from patchgen.runtime.verify.comparison import Step, compare_gradients
 from patchgen.runtime.verify.conditioning import beyond_rounding, is_rounding
 from patchgen.runtime.verify.record_types import MadeWith
 from patchgen.runtime.verify.report import read_training, write_proof
-from patchgen.runtime.verify.shrink import shrink, with_dropout
 from patchgen.runtime.verify.small_config import small_config
 from patchgen.runtime.verify.training_checks import Comparison
 from patchgen.runtime.verify.training_path import TrainingPath, find_attention_kinds, prove_training_path
@@ -274,29 +273,6 @@ def test_padding_that_upstream_does_not_read_is_compared(tmp_path):
 def test_upstreams_own_refusal_of_a_document_is_said_to_be_that(tmp_path):
     path = path_of(write_stand_in(tmp_path, "reformer"))
     assert path.reason.startswith("upstream's own class fails on a document: If training, sequence length 9 has to be")
-
-
-# ---------------------------------------------------------------------------------------------- somebody's own config
-
-
-def test_a_small_form_keeps_the_options_of_a_config():
-    from transformers import CONFIG_MAPPING
-
-    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
-    config = CONFIG_MAPPING["qwen3"](
-        hidden_size=5120, rope_parameters=rope, attention_bias=True, attention_dropout=0.1, hidden_act="gelu"
-    )
-    small = shrink(config).config
-    assert (small.hidden_size, small.attention_bias, small.hidden_act) == (64, True, "gelu")
-    assert small.rope_parameters["rope_type"] == "yarn" and small.attention_dropout == 0.0
-    assert with_dropout(small, config).attention_dropout == 0.1
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "qwen3_vl", "mamba2"])
-def test_the_small_form_of_defaults_is_that_of_the_class(model_type):
-    from transformers import CONFIG_MAPPING
-
-    assert shrink(CONFIG_MAPPING[model_type]()).config.to_dict() == small_config(model_type).config.to_dict()
 
 
 def test_packed_rows_are_those_of_the_data_pipeline():

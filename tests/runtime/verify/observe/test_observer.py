@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
-from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from patchgen.runtime import attention, compatibility, registry
-from patchgen.runtime.parallel import sharding
-from patchgen.runtime.parallel.batch import slice_batch
+from patchgen.runtime import attention, registry
 from patchgen.runtime.verify.observe import observer
 from patchgen.runtime.verify.observe.facts import LENGTH, STATE, VALUE, Fact, from_records, reason_against, to_records
-from patchgen.runtime.verify.slices import fake_rank
 from patchgen.runtime.verify.small_config import small_config
 from patchgen.runtime.verify.training_checks import Comparison
 from patchgen.runtime.verify.training_path import prove_training_path, single_rank
@@ -186,53 +180,3 @@ def test_a_largest_position_has_an_effect_if_another_changes_the_loss(tmp_path, 
     """phimoe computes one, and reads it only with rotary parameters that are not the default."""
     facts = observed(planted(tmp_path, code, in_model=True))
     assert [(fact.code, bool(fact.effect)) for fact in facts if fact.kind == LENGTH] == [(code, has_effect)]
-
-
-def recorded(tmp_path: Path, facts: list[Fact], *, of_other_bytes: bool = False) -> type[LlamaForCausalLM]:
-    """The committed llama with a record beside it in which these facts were observed."""
-    head = planted(tmp_path, "pass")
-    file = tmp_path / "llama" / "modeling_llama.py"
-    sha256 = "another" if of_other_bytes else compatibility.digest(file)
-    record = {"status": "proven", "sha256": sha256, "training": {"observed": to_records(facts)}}
-    (tmp_path / "llama" / "verify.json").write_text(json.dumps(record))
-    return head
-
-
-OF_LENGTH = Fact(
-    LENGTH,
-    7,
-    "scale = log(n)",
-    "a length is an operand of log",
-    "it is computed from the length of this rank's tokens",
-)
-OF_STATE = Fact(STATE, 9, "self.seen = x", "self.seen is kept", "the next step reads it")
-
-
-def test_recorded_facts_refuse_slices_outside_a_run_of_a_recipe(tmp_path):
-    head = recorded(tmp_path, [OF_LENGTH])
-    with pytest.raises(
-        ValueError, match=r"LlamaForCausalLM: line 7, `scale = log\(n\)`: .* it trains with sp=1, not with sp=2"
-    ):
-        sharding.require_layout(head, ranks=2, sp=2)
-    sharding.require_layout(head, ranks=2, sp=1)
-    model = head(small_config(LlamaForCausalLM.config_class).config)
-    rows = {"input_ids": torch.ones(1, 8).long()}
-    slice_batch(rows, sp=1, sp_rank=0, model=model)
-    with pytest.raises(ValueError, match="it trains with sp=1, not with sp=2"):
-        slice_batch(rows, sp=2, sp_rank=0, model=model)
-
-
-def test_recorded_facts_refuse_ranks_before_anything_is_sharded(tmp_path):
-    head = recorded(tmp_path, [OF_STATE])
-    model = head(small_config(LlamaForCausalLM.config_class).config)
-    with fake_rank() as state:
-        with pytest.raises(ValueError, match="line 9, `self.seen = x`: .* it trains on one rank, not on 2"):
-            sharding.shard_model(model, state)
-        with pytest.raises(ValueError, match="it trains on one rank, not on 2"):
-            registry.build_model(model.config, directory=tmp_path)
-    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    registry.build_model(model.config, directory=tmp_path)
-
-
-def test_facts_of_other_bytes_refuse_nothing(tmp_path):
-    sharding.require_layout(recorded(tmp_path, [OF_STATE], of_other_bytes=True), ranks=4, sp=2)
