@@ -25,7 +25,7 @@ INDEX_SECONDS = 8
 
 
 @contextlib.contextmanager
-def _impatient() -> Generator[None]:
+def _impatient() -> Generator[None, None, None]:
     """Within the block an index that is not there is told at once: pip reads its options from these variables. Environments,
     with packages of gigabytes, are installed with its own patience."""
     before = dict(os.environ)
