@@ -80,11 +80,9 @@ sweep-media: $(VENV)/.setup-test  ## the same for every type that takes images, 
 sweep-heads: $(VENV)/.setup-test  ## the same for classifiers, token classifiers, question answering and base models
 	@OMP_NUM_THREADS=1 $(PATCHGEN) sweep --family heads --jobs 2 $(FROM)
 
-sweep-ranks: $(VENV)/.setup-test  ## compare every type on two ranks that share a sequence, and that share experts (minutes)
-	@OMP_NUM_THREADS=1 $(PATCHGEN) sweep --sp 2
-	@OMP_NUM_THREADS=1 $(PATCHGEN) sweep --ep 2
-	@OMP_NUM_THREADS=1 $(PATCHGEN) sweep --family media --sp 2
-	@OMP_NUM_THREADS=1 $(PATCHGEN) sweep --family media --ep 2
+sweep-ranks: $(VENV)/.setup-test  ## compare every type on two ranks: FSDP, shared experts, a shared sequence (minutes)
+	@failed=0; for family in text media; do \
+		OMP_NUM_THREADS=1 $(PATCHGEN) sweep --family $$family --world 2 || failed=1; done; exit $$failed
 
 # One after the other: each step reads what the one before wrote. A sweep exits with 1 where a type is not proven.
 records: $(VENV)/.setup-test  ## renew every recorded proof that does not hold

@@ -225,9 +225,10 @@ def verify(
     code: Code = None,
     generated: GeneratedIn = None,
 ) -> None:
-    """Prove generated models equal to upstream: loss, logits, every gradient. Exit 1 if one is not.
+    """Prove generated models equal to upstream: loss, logits, every gradient, in one process and on two ranks with FSDP,
+    shared experts and a shared sequence. Exit 1 if one is not.
 
-    Example: patchgen verify qwen3_moe; on ranks: patchgen verify qwen3_vl --ranks 4 --sp 2 --fsdp
+    Example: patchgen verify qwen3_moe; a layout of more ranks: patchgen verify qwen3_vl --ranks 4 --sp 2 --fsdp
     """
     if against is not None:
         others = {"--directory": directory, "--head": head, "--ranks": ranks > 1, "--outdated": outdated}
@@ -263,21 +264,28 @@ def sweep(
         int, Option(min=1, help="compare on this many ranks that share the experts, instead of proving")
     ] = 1,
     world: Annotated[
-        int | None, Option(min=1, help="with --sp or --ep: the number of gloo ranks, instead of 2")
+        int | None,
+        Option(
+            min=1,
+            help="2: compare on two ranks in every way, instead of proving; with --sp or --ep: their number",
+        ),
     ] = None,
 ) -> None:
     """Generate and prove every model type of a family, into docs/coverage.md (heads: docs/heads.md) and records/. Resumable.
 
-    Example: patchgen sweep --family moe --jobs 2
+    A type is proven when it agrees in one process and, with --world 2, on two ranks.
+
+    Example: patchgen sweep --family moe --jobs 2; then patchgen sweep --family moe --world 2
     """
-    if sp > 1 or ep > 1:
+    if sp > 1 or ep > 1 or world is not None:
         if transformers is not None:
-            raise ConfigError("--sp and --ep compare with the installed release. To fix: omit --transformers.")
+            raise ConfigError(
+                "--world, --sp and --ep compare with the installed release. To fix: omit --transformers."
+            )
         if jobs is not None:
-            raise ConfigError("--sp and --ep compare one type at a time, on all ranks. To fix: omit --jobs.")
-        raise typer.Exit(commands.sweeping.sweep_ranks(family, only or [], sp, ep, world or 2, output, fresh=fresh))
-    if world is not None:
-        raise ConfigError("--world is the number of ranks of a layout. To fix: give --sp or --ep with it.")
+            raise ConfigError("--world, --sp and --ep compare one type at a time, on all ranks. To fix: omit --jobs.")
+        layouts = commands.sweeping.layouts_of(sp, ep, world or 2)
+        raise typer.Exit(commands.sweeping.sweep_ranks(family, only or [], layouts, output, fresh=fresh))
     if family == commands.head_sweep.FAMILY:
         raise typer.Exit(commands.head_sweep.sweep(jobs or 2, transformers, only or [], output, fresh=fresh))
     raise typer.Exit(commands.sweeping.sweep(family, jobs or 2, transformers, only or [], output, fresh=fresh))

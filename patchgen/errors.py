@@ -57,6 +57,10 @@ class Missed(Exception):
         super().__init__(expected)
         self.expected, self.found = expected, found if isinstance(found, str) else ast.unparse(found)
 
+    def __str__(self) -> str:
+        lines = self.found.strip().splitlines()
+        return f"expected {self.expected}" + (f", found {lines[0][:120]}" if lines else "")
+
 
 class LeftAlone(Exception):
     """A pass recognises code and leaves it unchanged; the message says why and becomes a note."""

@@ -16,7 +16,6 @@ from pathlib import Path
 from patchgen import custom_sources, emit, provenance, source
 from patchgen.anatomy import Anatomy, Role, study
 from patchgen.anatomy.classes import parameter_names
-from patchgen.anatomy.graph import require_own_self
 from patchgen.errors import ConfigError, PassMismatch, nearest
 from patchgen.model_configs import Expect, ModelConfig, config_for
 from patchgen.passes import all_passes, default_pipeline, pass_named
@@ -122,7 +121,6 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
             anatomy.add(name, module)
     if refusals:
         raise custom_sources.combined_refusal(anatomy.upstream, config, refusals)
-    require_own_self(anatomy.still_in(module))
     return steps
 
 

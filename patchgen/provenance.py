@@ -99,7 +99,7 @@ def record(
         "classes": models,
         # only those that found something, so that a new pass does not change every record
         "passes": [_ran(step) for step in steps if emit.summary(step.outcome) != emit.NOTHING],
-        "census": census(anatomy, heads, _passes_of(steps, module, anatomy)),
+        "census": census(anatomy, module, heads, _passes_of(steps, module, anatomy)),
         "parts": _parts(module, anatomy),
         "dropped": list(dropped),
         "edits": targets_record(config.edits, before),

@@ -10,7 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from patchgen.runtime.verify.observe.facts import from_records, reason_against
+
 ALLOW_VARIABLE = "PATCHGEN_ALLOW_TRANSFORMERS"
+PROVEN_IN_ONE_PROCESS = ("proven", "proven, one rank only", "proven, without ep", "proven, without sp")
+"""The statuses of `verify/verdict.py` of a file that is proven in one process, whatever it does on two ranks."""
 
 
 class ReleaseMismatch(ImportError):
@@ -38,7 +42,7 @@ def require_transformers(generated_file: str, made_from: str) -> None:
     if installed == made_from or installed == os.environ.get(ALLOW_VARIABLE):
         return
     folder = Path(generated_file).parent
-    if installed in _proof_of(Path(generated_file)).get("transformers", ()):
+    if installed in proof_of(Path(generated_file)).get("transformers", ()):
         return
     raise ReleaseMismatch(
         f"{Path(generated_file).name} was made from transformers {made_from} and is not verified with the installed "
@@ -55,16 +59,33 @@ def proven_separation(model_class: type) -> Any:
 
     Neither releases nor the code that proved matter: a document in a row of its own is right in any case.
     """
+    proof = _proof_of_class(model_class)
+    is_proven = proof.get("status") in PROVEN_IN_ONE_PROCESS
+    return (proof.get("training") or {}).get("separates_documents") if is_proven else None
+
+
+@cache
+def why_not_in_layout(model_class: type, *, ranks: int, sp: int) -> str:
+    """Why a model may not run on this many ranks, of which `sp` share a sequence, in a sentence; "" if it may, or if no proof of
+    its file says otherwise.
+
+    By the facts that the proof observed in steps of this very file (`verify.observe.facts`), with whatever release and prover.
+    """
+    observed = (_proof_of_class(model_class).get("training") or {}).get("observed", ())
+    return reason_against(from_records(observed), ranks=ranks, sp=sp)
+
+
+def _proof_of_class(model_class: type) -> dict[str, Any]:
+    """The record of the generated file that a class is of; {} if there is none."""
     for cls in model_class.__mro__:  # FSDP2 derives a class from the generated one
         file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-        if file is not None and (proof := _proof_of(Path(file))):
-            is_proven = proof.get("status") == "proven"
-            return (proof.get("training") or {}).get("separates_documents") if is_proven else None
-    return None
+        if file is not None and (proof := proof_of(Path(file))):
+            return proof
+    return {}
 
 
-def _proof_of(generated_file: Path) -> dict[str, Any]:
-    """The record in the folder of a generated file; {} if there is none, or it is of another version of the file."""
+def proof_of(generated_file: Path) -> dict[str, Any]:
+    """`verify.json` in the folder of a generated file; {} if there is none, or it is of another version of the file."""
     record = generated_file.with_name("verify.json")
     if not record.is_file():
         return {}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def causal_lm_loss(
     head: Callable[[Tensor], Tensor], hidden_states: Tensor, labels: Tensor | None, *,
     loss_function: Callable[..., Tensor], vocab_size: int | None,
-    training: bool = True, local_terms: tuple[str, ...] = (), upcast: bool = False,
+    training: bool = True, upcast: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """The language-model head and its loss.
@@ -36,7 +36,6 @@ def causal_lm_loss(
             or `shifted_cross_entropy` if the head computes the loss inline.
         vocab_size: V; None for the last dimension of the logits.
         training: whether the model trains. In evaluation the caller needs the logits.
-        local_terms: terms that the model adds to the loss and that depend on this rank's tokens only, as source.
         upcast: with labels, upstream's logits are in fp32.
         kwargs: what upstream passes to its loss (`num_items_in_batch`, `shift_labels`, ...).
 
@@ -46,8 +45,7 @@ def causal_lm_loss(
         the loss is this rank's share of the mean over the global batch, or of the step's objective.
 
     Raises:
-        ValueError: with a parallel state: a loss that is neither transformers' ForCausalLMLoss nor an inline one, or
-            `local_terms` in a step of several ranks or micro-batches, over which they do not sum up.
+        ValueError: with a parallel state: a loss that is neither transformers' ForCausalLMLoss nor an inline one.
     """
     if labels is None:
         return head(hidden_states), None
@@ -59,9 +57,8 @@ def causal_lm_loss(
     if is_served or state is not None or loss_function is aligned_cross_entropy:
         labels = _inline_loss_labels(loss_function, labels, kwargs)
     if state is not None:
-        from patchgen.runtime.parallel.loss import current_step, in_step, require_shares
+        from patchgen.runtime.parallel.loss import current_step, in_step
 
-        require_shares(local_terms, state)
         if (step := current_step()).objective is not None:
             return None, step.objective(head, hidden_states)
         labels, kwargs = _labels_of_step(labels, hidden_states, loss_function, kwargs, state)

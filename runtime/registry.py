@@ -268,10 +268,17 @@ def build_model(config: PreTrainedConfig, *, directory: Path | None = None, **kw
 
     Raises:
         UnknownModelError: no generated head takes a config of this class; the message names the nearest.
+        ValueError: a process group has several ranks, and by the proof of its file the model trains on one.
     """
-    from patchgen.runtime import model_calls
+    from torch import distributed
 
-    model = find_head(config, directory=directory)._from_config(config, **kwargs)
+    from patchgen.runtime import model_calls
+    from patchgen.runtime.parallel.sharding import require_layout
+
+    head = find_head(config, directory=directory)
+    if distributed.is_available() and distributed.is_initialized():
+        require_layout(head, ranks=distributed.get_world_size(), sp=1)
+    model = head._from_config(config, **kwargs)
     model_calls.separate_as_proven(model)
     return model
 

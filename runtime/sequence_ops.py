@@ -114,18 +114,6 @@ def refuse_slices(mixer: str) -> None:
         )
 
 
-def refuse_length_choice(name: str, test: str) -> None:
-    """Raises `UnsupportedError` on a slice of the sequence: `name` chooses by `test`, which reads the sequence's length."""
-    state = parallel.sequence_parallel_state()
-    if state is not None:
-        from patchgen.runtime.attention_masks import UnsupportedError
-
-        raise UnsupportedError(
-            f"{name} computes something else on long sequences than on short ones, by `{test}`, and a slice is shorter than its "
-            f"sequence (sp={state.sp}). Train this model with sp=1."
-        )
-
-
 def tokens_of_any_rank(tokens: Tensor | None, hidden_states: Tensor) -> Tensor | None:
     """The mask `(B, S)` of a branch's tokens if it has any on any rank, maybe none on this one, so that all ranks take the
     branch; otherwise None. Host sync.
@@ -146,18 +134,6 @@ def tokens_of_any_rank(tokens: Tensor | None, hidden_states: Tensor) -> Tensor |
     if not checkpointing.remember(agree):
         return None
     return hidden_states.new_zeros(hidden_states.shape[:-1], dtype=torch.bool) if tokens is None else tokens
-
-
-def refuse_uneven_ranks(name: str, test: str) -> None:
-    """Raises `UnsupportedError` on several ranks: `test`, which this rank's tokens decide, decides which modules `name` runs."""
-    state = parallel.current()
-    if state is not None and state.config.world > 1:
-        from patchgen.runtime.attention_masks import UnsupportedError
-
-        raise UnsupportedError(
-            f"Which of its modules {name} runs depends on `{test}`, which each rank's own tokens decide: ranks that do not run the "
-            f"same modules wait for each other forever (world={state.config.world}). Train this model on one rank."
-        )
 
 
 def mrope_position_ids(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
@@ -69,11 +69,11 @@ def describe(node: ast.ClassDef, local_classes: Container[str], resolve: Resolve
 
 
 def setup_calls(info: ClassInfo) -> list[str]:
-    """The methods that `__init__` calls without arguments, for what they set: `self._setup_experts()`."""
+    """The methods that `__init__` calls for what they set: `self._setup_experts()`."""
     init = info.methods.get("__init__")
     values = [statement.value for statement in init.body if isinstance(statement, ast.Expr)] if init else []
-    plain = [value for value in values if isinstance(value, ast.Call) and not all_arguments(value)]
-    return [name for call in plain if (name := own_attribute(call.func)) in info.methods]
+    names = [own_attribute(value.func) for value in values if isinstance(value, ast.Call)]
+    return [name for name in names if name in info.methods]
 
 
 def auto_class(meaning: str | None) -> str:
@@ -256,6 +256,19 @@ def stored(*code: ast.AST) -> list[str]:
     """The names that code binds or deletes."""
     nodes = (node for part in code for node in walk(part))
     return [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store | ast.Del)]
+
+
+def stored_names(node: ast.AST, among: Collection[str]) -> set[str]:
+    """The names of `among` that code assigns or may change in place."""
+    names: set[str] = set()
+    for child in walk(node):
+        if isinstance(child, ast.Attribute | ast.Subscript) and isinstance(child.ctx, ast.Store | ast.Del):
+            names.add(base_name(child))
+        elif isinstance(child, ast.Call) and is_in_place(child.func):
+            names.add(base_name(child.func))
+        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):  # called for what it changes
+            names |= set(loaded(child.value))
+    return (names | set(stored(node))).intersection(among)
 
 
 def loaded(*code: ast.AST) -> list[str]:

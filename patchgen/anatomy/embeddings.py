@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
+from patchgen.anatomy.assignments import value_pairs
 from patchgen.anatomy.classes import (
     FunctionNode,
     arguments,
@@ -22,7 +23,6 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.flow import LINEAR, NONE, Flow, Marks, handed
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.known import POINTWISE, buffers
-from patchgen.anatomy.state_changes import value_pairs
 
 TABLE = "torch.nn.Embedding"
 GETTER = "get_input_embeddings"  # transformers' method of every model

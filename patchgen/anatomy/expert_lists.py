@@ -21,16 +21,15 @@ from patchgen.anatomy.classes import (
     parameter_names,
     setup_calls,
     stored,
+    stored_names,
     uses,
     walk,
 )
-from patchgen.anatomy.experts import num_experts_expressions, require_rowwise, single_call, term_text
+from patchgen.anatomy.experts import num_experts_expressions, read_plain, term_text
 from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.hooks import TENSOR_HOOKS, added_hooks, require_plain_calls, require_plain_weights
-from patchgen.anatomy.interpreter import Interpreter, Term
-from patchgen.anatomy.names import is_of_config, local_names
-from patchgen.anatomy.roles import LIST, is_gated_mlp
-from patchgen.anatomy.tokenwise import stored_names
+from patchgen.anatomy.interpreter import ExpertCall, Interpreter, Term
+from patchgen.anatomy.names import local_names
+from patchgen.anatomy.roles import LINEAR, LIST, is_gated_mlp
 from patchgen.errors import Missed
 
 NO_BIAS, BIAS, CONFIGURED_BIAS = "no", "yes", "as the config says"
@@ -58,6 +57,7 @@ class ExpertList:
     down: str
     activation: str
     bias: str  # NO_BIAS, BIAS or CONFIGURED_BIAS
+    called: ExpertCall
 
 
 @dataclass(frozen=True)
@@ -83,35 +83,19 @@ def read_expert_list(anatomy: Anatomy, info: ClassInfo) -> tuple[ExpertList, lis
     users = [m for m in info.methods.values() if m.name not in building and uses(m, attribute)]
     if not users:
         raise Missed(f"a method that runs self.{attribute}", info.name)
-    others = [other for other in anatomy.classes.values() if other is not info and uses(other.node, attribute)]
-    others = [other.name for other in others if info in anatomy.lineage(other.name)]
-    if others:
-        raise Missed(f"no subclass of {info.name} that uses self.{attribute}", ", ".join(others))
-    if (read := next(_reads_through_others(anatomy, info, attribute), None)) is not None:
-        raise Missed(f"no use of the list of experts but as self.{attribute} in {info.name}", read)
     loops = [_read_loop(anatomy, info, experts, method) for method in users]
     if len(dtypes := {str(loop.inside) for loop in loops}) > 1:
         raise Missed("one dtype in which the outputs of experts are added up", ", ".join(dtypes))
     return experts, loops
 
 
-def _reads_through_others(anatomy: Anatomy, info: ClassInfo, attribute: str) -> Iterator[ast.Attribute]:
-    """Uses of `x.<attribute>` where x is neither `self`, a config, nor known to be a module of another class."""
-    code = [(other.name, other.node) for other in anatomy.classes.values()]
-    code = [*code, *(("", function) for function in anatomy.functions.values())]
-    for owner, part in code:
-        for node in walk(part):
-            match node:
-                case ast.Attribute(of, name) if name == attribute and not (own_attribute(node) or is_of_config(node)):
-                    held = anatomy.held(owner, own_attribute(of) or "")
-                    built = [anatomy.names.here(getattr(value, "func", None)) for value in held]
-                    is_other = [name in anatomy.classes and info not in anatomy.lineage(name) for name in built]
-                    if not is_other or not all(is_other):
-                        yield node
+def expert_lists(anatomy: Anatomy, info: ClassInfo) -> set[str]:
+    """The attributes that the class sets to lists of experts."""
+    return {b.attribute for b in info.builds if b.in_list and b.attribute and is_gated_mlp(anatomy, b.target)}
 
 
 def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
-    lists = {b.attribute for b in info.builds if b.in_list and b.attribute and is_gated_mlp(anatomy, b.target)}
+    lists = expert_lists(anatomy, info)
     if len(lists) != 1:
         raise Missed("one list of experts in the class", f"lists {sorted(lists)}")
     attribute = lists.pop()
@@ -136,7 +120,7 @@ def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
     if not isinstance(call, ast.Call):
         raise Missed("experts that a call builds", call)
     expert_class = (anatomy.names.resolve(call.func) or "").removeprefix(".")  # of a library, for the message
-    gate, up, down, activation = _read_expert(anatomy, expert_class)
+    (gate, up, down, activation), called = _read_expert(anatomy, expert_class)
     beside: Sequence[ast.stmt] = branch_of(method.body, list_places[0]) if parts else []
     within = {id(n) for place in parts for s in branch_of(method.body, place) for n in ast.walk(s)}
     constants: dict[str, Term] = {}
@@ -159,6 +143,7 @@ def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
         down=down,
         activation=activation,
         bias=_bias(anatomy, expert_class, (gate, up, down)),
+        called=called,
     )
 
 
@@ -199,43 +184,37 @@ def _comprehension(anatomy: Anatomy, attribute: str, statement: ast.stmt) -> tup
     raise Missed(f"self.{attribute} = nn.ModuleList([Expert(...) for _ in range(N)])", statement)
 
 
-def _read_expert(anatomy: Anatomy, name: str) -> tuple[str, str, str, str]:
-    """gate, up, down and activation of a forward that computes exactly `down(activation(gate(x)) * up(x))`."""
+def _read_expert(anatomy: Anatomy, name: str) -> tuple[tuple[str, str, str, str], ExpertCall]:
+    """gate, up, down and activation of a forward that computes exactly `down(activation(gate(x)) * up(x))`, or that times
+    another parameter; and how it is called."""
     forward = anatomy.method(name, "forward")
     form = f"{name}.forward(x) that returns self.<down>(self.<activation>(self.<gate>(x)) * self.<up>(x))"
-    if forward is None or len(parameter_names(forward[1])) != 1:
+    names = parameter_names(forward[1]) if forward is not None else []
+    if forward is None or not names:
         raise Missed(form, name)
-    x = ("value", parameter_names(forward[1])[0])
-    match Interpreter(anatomy, name, forward[1], {x[1]: x}).run(forward[1].body):
+    values = {name: ("value", name) for name in names}
+    x, scale = values[names[0]], ""
+    result = Interpreter(anatomy, name, forward[1], values).run(forward[1].body)
+    match result:
+        case ("mul", inner, ("value", scale)):
+            result = inner
+    match result:
         case ("call", down, ("mul", ("call", act, ("call", gate, in1)), ("call", up, in2))) if in1 == in2 == x:
             pass
         case ("call", down, ("mul", ("call", up, in2), ("call", act, ("call", gate, in1)))) if in1 == in2 == x:
             pass
         case _:
             raise Missed(form, forward[1])
-    require_rowwise(anatomy, name, act, "an activation of each row by itself, without learned values", fixed=True)
-    _require_no_other_use(anatomy, name, (gate, up, down, act), forward[1])
-    return gate, up, down, act
-
-
-def _require_no_other_use(anatomy: Anatomy, name: str, parts: Collection[str], forward: FunctionNode) -> None:
-    """Raises Missed if a hook is added, or a part handed to what may change it: stacked weights have no modules to call."""
-    require_plain_calls(name, "an expert", anatomy)
-    require_plain_weights(name, "an expert", anatomy)
-    for hook in added_hooks(name, anatomy, TENSOR_HOOKS):
-        raise Missed("an expert without hooks", hook)
-    for info in anatomy.lineage(name):
-        for method in info.methods.values():
-            for node in walk(method) if method is not forward else ():
-                if own_attribute(node) in parts and isinstance(getattr(node, "ctx", None), ast.Load):
-                    raise Missed(f"no use of {ast.unparse(node)} but by {name}.forward", method)
+    return (gate, up, down, act), ExpertCall(tuple(names), scale)
 
 
 def _bias(anatomy: Anatomy, name: str, projections: Sequence[str]) -> str:
     """Whether the three projections have a bias by their `nn.Linear(...)`: `NO_BIAS`, `BIAS` or `CONFIGURED_BIAS`."""
     bias_kinds: set[str] = set()
     for projection in projections:
-        built = single_call(anatomy, name, projection, "nn.Linear")
+        built = next((info.built[projection] for info in anatomy.lineage(name) if projection in info.built), None)
+        if built is None or not anatomy.is_a(built, LINEAR):
+            raise Missed(f"{name}.{projection} = nn.Linear(...)", name)
         given = [k.value for k in built.keywords if k.arg == "bias"] + built.args[2:3]
         constant = given[0].value if given and isinstance(given[0], ast.Constant) else None
         bias_kinds.add(BIAS if not given or constant is True else NO_BIAS if constant is False else CONFIGURED_BIAS)
@@ -252,12 +231,12 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
         where = f"{info.name}.{method.name}"
         raise Missed(f"one loop over self.{attribute} in {where}, outside of any condition but if and else", method)
     place, body = places[0], branch_of(method.body, places[0])
-    count_expressions = frozenset(num_experts_expressions(anatomy, info.name, experts.num_experts, attribute))
+    counted = ast.parse(experts.num_experts, mode="eval").body
+    counts = frozenset({*num_experts_expressions(anatomy, info.name, read_plain(counted)), f"len(self.{attribute})"})
     values = {name: ("value", name, -1) for name in parameter_names(method)}
 
     def above_loop(without: Collection[int] = ()) -> tuple[Interpreter, dict[int, dict[str, Term]]]:
-        constants = experts.constants
-        started = Interpreter(anatomy, info.name, method, values, count_expressions, attribute, constants=constants)
+        started = Interpreter(anatomy, info.name, method, values, counts, attribute, experts.called, experts.constants)
         return started, _run_above(started, method.body, place, local_names(method), without)
 
     interpreter, terms_above = above_loop()
@@ -290,6 +269,8 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
             dtype, inside = (None, None) if of == hidden else (f"{routing}.dtype", "top_k_weights.dtype")
         case ("zeros", ("library", name)):
             dtype = inside = name
+        case ("zeros", ("promoted", *of)) if {*of} == {hidden, weights}:
+            dtype, inside = f"torch.promote_types({x}.dtype, {routing}.dtype)", PROMOTED
         case ("zeros", None):
             dtype = inside = "torch.get_default_dtype()"
         case _:

@@ -24,14 +24,12 @@ from patchgen.anatomy.classes import (
     mentions,
     own_attribute,
     plain_assignments,
-    stored,
     stores_of,
     walk,
 )
 from patchgen.anatomy.constructions import Constructions
 from patchgen.anatomy.names import Names
 from patchgen.anatomy.stores import ANY, Store, stores_in, stores_of_class
-from patchgen.errors import PatchgenError
 from patchgen.source import Module
 from patchgen.upstream import AUTO_CLASS_MAPPINGS, SubConfig, Upstream
 
@@ -315,8 +313,7 @@ def _annotated_configs(info: ClassInfo) -> Iterator[str]:
 
 
 def study(module: Module, upstream: Upstream) -> Anatomy:
-    """Reads the classes of a module, their roles and which class builds which. Raises PatchgenError if a method gives
-    the name `self` to something else."""
+    """Reads the classes of a module, their roles and which class builds which."""
     from patchgen.anatomy.roles import assign_roles
 
     nodes = ast.parse(module.text).body  # of the whole file, so that nodes know their lines
@@ -331,18 +328,6 @@ def study(module: Module, upstream: Upstream) -> Anatomy:
         info.auto_builds = auto_builds(info, anatomy.names.resolve) if "from_config" in module.text else []
     assign_roles(anatomy)
     return anatomy
-
-
-def require_own_self(infos: Iterable[ClassInfo]) -> None:
-    """Attributes of `self` are read as those of the instance. Raises PatchgenError if a method of a class gives that
-    name to something else, or holds code whose `self` is another."""
-    for owner, method in ((info.name, method) for info in infos for method in info.methods.values()):
-        inside = [node for statement in method.body for node in walk(statement)]
-        if "self" in stored(method) or any(isinstance(node, ast.arg) and node.arg == "self" for node in inside):
-            raise PatchgenError(
-                f"{owner}.{method.name} (upstream line {method.lineno}) gives the name `self` to something else: "
-                "which object's attributes it reads there is not known. Give that another name upstream"
-            )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from patchgen import source
 from patchgen.anatomy.classes import FunctionNode, auto_class, walk
-from patchgen.anatomy.graph import Anatomy, references, require_own_self, study
+from patchgen.anatomy.graph import Anatomy, references, study
 from patchgen.anatomy.names import Names
 from patchgen.errors import SourceSyntaxError
 from patchgen.source import Module
@@ -46,8 +46,6 @@ def imported_code(anatomy: Anatomy, module: Module) -> Iterator[Imported]:
         for code in sorted(set[str]().union(*uses.values())) or [meaning]:  # or the module itself is passed on
             part = definition(anatomy, code)
             if part is not None:
-                if other := part.anatomy:
-                    require_own_self(other.classes[known] for known in other.reached_from([part.name]))
                 users_of_it = tuple(user for user in users if code in uses[user] or not uses[user])
                 yield dataclasses.replace(part, users=users_of_it)
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from patchgen.anatomy.classes import FunctionNode, all_arguments, arguments, own_attribute, parameter_names, stored
 from patchgen.anatomy.graph import Anatomy
@@ -37,6 +38,14 @@ from patchgen.errors import Missed
 MAX_DEPTH = 4  # of functions run inline
 
 
+@dataclass(frozen=True)
+class ExpertCall:
+    """How the modules of a list are called: the parameters of their forward, the rows first, and the one that scales the output."""
+
+    parameters: tuple[str, ...] = ("x",)
+    scale: str = ""
+
+
 class Interpreter:
     """Runs the code of one function.
 
@@ -45,8 +54,9 @@ class Interpreter:
         function: whose scope the code is; its parameters hold `values`.
         counts: the expressions for the number of experts, as source.
         experts: the attribute that holds a list of expert modules, if there is one.
-        depth: how many functions this one is run inline in.
+        called: how these are called.
         constants: attribute -> the number that it holds in the code that is read.
+        depth: how many functions this one is run inline in.
     """
 
     def __init__(
@@ -57,11 +67,12 @@ class Interpreter:
         values: dict[str, Term],
         counts: frozenset[str] = frozenset(),
         experts: str = "",
-        depth: int = 0,
+        called: ExpertCall = ExpertCall(),
         constants: dict[str, Term] | None = None,
+        depth: int = 0,
     ) -> None:
         self._anatomy, self._owner, self._counts, self._experts = anatomy, owner, counts, experts
-        self._constants = constants or {}
+        self._called, self._constants = called, constants or {}
         self._local, self._depth = local_names(function), depth
         self.values = dict(values)
         self.sum: tuple[str, Term] | None = None  # the name that a loop adds to, and the term added
@@ -359,14 +370,21 @@ class Interpreter:
             return self._own(attribute, node)
         callee = self.values.get(node.func.id) if isinstance(node.func, ast.Name) else None
         if isinstance(node.func, ast.Subscript) or callee is not None:
-            rows = [self.value(arg) for arg in node.args]
-            is_expert = self.value(node.func) == ("module",) and len(rows) == 1 and not node.keywords
-            return ("expert", rows[0]) if is_expert else None
+            return self._expert(node) if self.value(node.func) == ("module",) else None
         operands, name = [self.value(arg) for arg in node.args], FUNCTIONS.get(resolved)
         if not resolved and isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
             operands, name = [self.value(node.func.value), *operands], node.func.attr
         named = {keyword.arg or "**": self.value(keyword.value) for keyword in node.keywords}
         return operation(name, *bound(name, operands, named, node)) if name else None
+
+    def _expert(self, node: ast.Call) -> Term | None:
+        """A call of one expert's module, with what its forward does not read left out."""
+        rows, scale = self._called.parameters[0], self._called.scale
+        given = arguments(node, self._called.parameters)
+        if len(node.args) > len(self._called.parameters) or not {rows, scale} - {""} <= {*given}:
+            return None
+        output = ("expert", self.value(given[rows]))
+        return operation("mul", output, self.value(given[scale])) if scale else output
 
     def _own(self, attribute: str, node: ast.Call) -> Term | None:
         """`self.<attribute>(...)`: a method is run inline, but with a projection, or half of one, as its argument a plain call."""
@@ -386,7 +404,9 @@ class Interpreter:
             return None
         values = {name: self.value(argument) for name, argument in given.items() if name}
         counts: frozenset[str] = self._counts if owner else frozenset()
-        inner = Interpreter(self._anatomy, owner, function, values, counts, self._experts, self._depth + 1)
+        inner = Interpreter(
+            self._anatomy, owner, function, values, counts, self._experts, self._called, depth=self._depth + 1
+        )
         inner._loop_selection = self._loop_selection
         result = inner.run(function.body)
         self._loop_selection = inner._loop_selection

@@ -17,21 +17,8 @@ POINTWISE = CASTS | {
     "clip", "where", "masked_fill", "full_like", "zeros_like", "ones_like", "nan_to_num", "gelu", "relu", "silu",
     "softplus", "layer_norm", "minimum", "maximum",
 }
-# Operations along a dimension -> the position of `dim` in torch's signature; the tensor is at 0, also of methods.
-# `keepdim` follows `dim` where there is one; without it the result has another last dimension.
-ALONG = {"softmax": 1, "log_softmax": 1, "size": 1, "normalize": 2, "chunk": 2, "split": 2}
-REDUCING = {"mean": 1, "sum": 1, "amax": 1, "amin": 1, "logsumexp": 1, "norm": 2, "var": 1, "std": 1}
-PRODUCTS = frozenset({"linear", "matmul"})
-LIBRARIES = ("torch", "torch.nn.functional", "torch.special", "transformers.activations")
-ACTIVATIONS = frozenset({
-    "SiLU", "GELU", "ReLU", "ReLU6", "Sigmoid", "Tanh", "Softplus", "Identity", "ELU", "LeakyReLU", "Mish", "Hardswish",
-    "Hardsigmoid",
-})
 # fmt: on
 NUMBERS = tuple(f"builtins.{name}" for name in ("float", "int", "getattr", "min", "max", "len"))
-# torch modules that act on the last dimension, row by row.
-ROW_MODULES = frozenset({"Linear", "LayerNorm", "RMSNorm"})
-MATRIX_MODULES = ("torch.nn.Linear", "torch.nn.Embedding")
 MAKERS = frozenset(f"torch.{name}" for name in ("empty", "zeros", "ones", "rand", "randn"))
 TABLES = ("transformers.activations.ACT2FN", "transformers.activations.ACT2CLS")
 
@@ -87,44 +74,10 @@ def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, visited: fr
     return bool(known or is_annotated) and all(is_made_of_numbers(value, anatomy, owner, visited) for value in known)
 
 
-def is_matrix(anatomy: Anatomy, owner: str, factor: ast.AST) -> bool:
-    """Whether a factor is known to have two axes: the weight of a linear layer or embedding, or a parameter of two sizes. A
-    product with a vector would have the rows as its last axis."""
-    match factor:
-        case ast.Attribute(ast.Name("self"), "weight") if anatomy.is_a(ast.Name(owner, ast.Load()), *MATRIX_MODULES):
-            return True
-        case ast.Attribute(ast.Name("self"), attribute):
-            held = anatomy.held(owner, attribute)
-            return bool(held) and all(_is_made_of_two_sizes(anatomy, value) for value in held)
-        case ast.Attribute(ast.Attribute(ast.Name("self"), attribute), "weight"):
-            held = anatomy.held(owner, attribute)
-            return bool(held) and all(anatomy.is_a(value, *MATRIX_MODULES) for value in held)
-        case ast.Attribute(inner, "T" | "mT") | ast.Call(ast.Attribute(inner, "t" | "transpose" | "to")):
-            return is_matrix(anatomy, owner, inner)
-    return False
-
-
-def _is_made_of_two_sizes(anatomy: Anatomy, value: ast.AST) -> bool:
-    """Whether it is `nn.Parameter(torch.empty(a, b))` or the like."""
-    match value:
-        case ast.Call(parameter, [ast.Call(maker, [_, _])]):
-            meanings = (anatomy.names.resolve(parameter), anatomy.names.resolve(maker))
-            return meanings[0] == "torch.nn.Parameter" and meanings[1] in MAKERS
-    return False
-
-
 def is_left_in_config(anatomy: Anatomy, value: ast.AST) -> bool:
     """Whether a value is read from a config, and no code of the file stores another value there."""
     name = value.attr if isinstance(value, ast.Attribute) else ""
     return is_of_config(value) and not anatomy.is_stored_outside(name, [CONFIG])
-
-
-def is_pointwise(name: str, args: list[ast.expr], named: dict[str | None, ast.expr]) -> bool:
-    """Whether an operation with these arguments, the tensor first, treats each row by itself, whichever axis the rows are. Of
-    `layer_norm` this holds if it is over one dimension other than the rows, which the caller checks."""
-    if name == "where":
-        return len(args) + len(named) == 3  # a condition alone gives the indices where it holds
-    return name in POINTWISE
 
 
 def buffers(anatomy: Anatomy, owner: str) -> dict[str, bool]:

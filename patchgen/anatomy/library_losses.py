@@ -11,9 +11,8 @@ import functools
 import re
 from collections.abc import Collection, Mapping
 
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, mentions, own_attribute, stores_of, targets
+from patchgen.anatomy.classes import FunctionNode, mentions, stores_of
 from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.origins import origins
 from patchgen.anatomy.own_losses import ALIGNED
 from patchgen.errors import Missed
 from patchgen.upstream import open_release
@@ -46,16 +45,14 @@ def _forms(anatomy: Anatomy) -> Mapping[str, str | None]:
 
 
 def library_form(owner: str, anatomy: Anatomy) -> str:
-    """The form of the transformers loss of a class and of the subclasses that inherit its forward; "" if it shifts labels.
-    Raises Missed if it is not the loss of a language model, or nothing tells which one it is."""
-    forward = anatomy.method(owner, "forward")
-    heirs = (name for name in anatomy.below(owner) if anatomy.method(name, "forward") == forward)
-    found = {kind for name in heirs for kind in _types(name, anatomy)}
-    known = {kind: form for kind, form in _forms(anatomy).items() if form is not None}
-    forms = {known.get(kind) for kind in found}
-    if None in forms or len(forms) != 1:
-        raise Missed(f"one loss_type of {', '.join(known)}, that is known", f"{owner}: {', '.join(sorted(found))}")
-    return forms.pop() or ""
+    """The form of the transformers loss of a class: by the `loss_type` that its `__init__` names, else by its name. "" where the
+    loss shifts the labels, and where it is another: a run refuses any but that of a language model."""
+    forms = _forms(anatomy)
+    kind = type_by_name(owner, forms)
+    for value in next(filter(None, (stores_of(info, "loss_type") for info in anatomy.lineage(owner))), ()):
+        if isinstance(value, ast.Constant):
+            kind = str(value.value or NEXT_TOKEN)
+    return forms.get(kind) or ""
 
 
 def type_by_name(name: str, known: Collection[str]) -> str:
@@ -63,31 +60,3 @@ def type_by_name(name: str, known: Collection[str]) -> str:
     type in it, else `NEXT_TOKEN`."""
     found = re.search("|".join(known), name)
     return name if name in known else found[0] if found else NEXT_TOKEN
-
-
-def _types(owner: str, anatomy: Anatomy) -> set[str]:
-    """Every value that `self.loss_type` may have in an instance; of one that is not known, its source."""
-    if anatomy.is_stored_outside("loss_type", [info.name for info in anatomy.lineage(owner)]):
-        return {"a loss_type that is assigned in the class, or from outside"}
-    by_name = type_by_name(owner, _forms(anatomy))
-    chosen = next((info for info in anatomy.lineage(owner) if stores_of(info, "loss_type")), None)
-    if chosen is None:
-        return {by_name}
-    found = set[str]() if _is_always_set(chosen) else {by_name}
-    for value in stores_of(chosen, "loss_type"):
-        for _, origin in origins(anatomy, chosen.name, value):
-            match origin:
-                case ast.Constant(None):
-                    found.add(NEXT_TOKEN)
-                case ast.Constant(str(kind)):
-                    found.add(kind)
-                case _:
-                    found.add(ast.unparse(origin))
-    return found
-
-
-def _is_always_set(info: ClassInfo) -> bool:
-    """Whether `__init__` assigns `self.loss_type` unconditionally."""
-    init = info.methods.get("__init__")
-    assigned = [n for n in (init.body if init else ()) if isinstance(n, ast.Assign | ast.AnnAssign)]
-    return any(own_attribute(target) == "loss_type" for node in assigned for target in targets(node))

@@ -108,8 +108,8 @@ def operation(name: str, *given: Any) -> Term | None:
             return term
         case "to" | "type" | "type_as", term, dtype:
             return _cast(term, dtype)
-        case "promote_types", ("dtype", x), ("dtype", y) if x == y:
-            return given[0]
+        case "promote_types", ("dtype", x), ("dtype", y):
+            return ("promoted", x, y)
         case "zeros_like", x, (), dtype, _:
             return ("zeros", ("dtype", x) if dtype == ("const", None) else dtype)
         case "zeros", _, dtype, _:
@@ -173,7 +173,7 @@ def _chosen(name: str, *given: Any) -> Term | None:
             return ("sorted tokens", selection)  # the token of each place in `[T * K]`
         case "new_zeros", ("value", *_) as selection, ("tuple", (("size", of, 0), ("experts",))) if of == selection:
             return ("table", selection)
-        case "numpy" | "cpu" | "tolist", ("counts", _):
+        case "numpy" | "cpu" | "tolist", ("counts" | "tokens" | "slots", _):
             return given[0]
         case _:
             return None

@@ -4,21 +4,18 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 from patchgen.anatomy.classes import (
     assigned_to,
     defaults_of,
     is_shadowed,
-    loaded,
     own_attribute,
     parameter_names,
     parameters,
     stored,
-    walk,
 )
 from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.known import NUMBERS, is_left_in_config
 from patchgen.anatomy.names import CONFIG
 
 SEQUENCES = (ast.Tuple, ast.List)
@@ -112,58 +109,3 @@ def _is_of_other_function(anatomy: Anatomy, origin: ast.AST) -> bool:
     if function is None or function.name == "__init__":
         return False
     return isinstance(base, ast.Name) and base.id in parameters(function) - {CONFIG}
-
-
-def is_one_size(anatomy: Anatomy, owner: str, args: Sequence[ast.expr], named: Mapping[str | None, ast.expr]) -> bool:
-    """Whether a norm with these arguments, the sizes first, is over the last dimension alone.
-
-    Values of configs and callers are not read and count as one size, so a list in `config.norm_shape` passes too.
-    """
-    size = [*args, *(value for name, value in named.items() if name == "normalized_shape")]
-    return bool(size) and all(_is_one(anatomy, *origin) for origin in origins(anatomy, owner, size[0]))
-
-
-def _is_one(anatomy: Anatomy, owner: str, shape: ast.AST) -> bool:
-    match shape:
-        case ast.Tuple([size]) | ast.List([size]):
-            return not isinstance(size, ast.Starred)
-        case ast.Subscript(ast.Attribute(_, "shape"), ast.Slice(ast.UnaryOp(ast.USub(), ast.Constant(1)), None, None)):
-            return True
-    return _is_number(anatomy, owner, shape)
-
-
-def _is_number(anatomy: Anatomy, owner: str, value: ast.AST, visited: frozenset[ast.AST] = frozenset()) -> bool:
-    def all_numbers(*parts: ast.AST) -> bool:
-        pairs = [pair for part in parts for pair in origins(anatomy, owner, part)]
-        others = [(of, origin) for of, origin in pairs if origin not in visited | {value}]
-        return all(_is_number(anatomy, of, origin, visited | {value}) for of, origin in others)
-
-    match value:
-        case ast.Constant(number):
-            return number is None or isinstance(number, int | float)  # None: `size or config.size`
-        case ast.BinOp(left, _, right):
-            return all_numbers(left, right)
-        case ast.UnaryOp(_, operand):
-            return all_numbers(operand)
-        case ast.Call(ast.Attribute(_, "size"), [_], []):
-            return True
-        case ast.Call(function):
-            return anatomy.names.resolve(function) in NUMBERS
-        case ast.Subscript(_, index):
-            return not isinstance(index, ast.Slice | ast.Tuple)
-        case ast.Attribute(ast.Name(), name) if not own_attribute(value):
-            return name != "shape"
-        case ast.Name():
-            return _is_number_of_caller(anatomy, value)
-    return is_left_in_config(anatomy, value)
-
-
-def _is_number_of_caller(anatomy: Anatomy, name: ast.Name) -> bool:
-    """Whether a name is a parameter of `__init__` that has no annotation, or that of an `int` (or None)."""
-    place = anatomy.constructions.scopes.get(name)
-    function = place.function if place else None
-    if function is None or function.name != "__init__" or name.id not in parameter_names(function):
-        return False
-    arguments = (node for node in walk(function.args) if isinstance(node, ast.arg) and node.arg == name.id)
-    annotation = next((arg.annotation for arg in arguments), None)
-    return annotation is None or {*loaded(annotation)} <= {"int", "Optional"}

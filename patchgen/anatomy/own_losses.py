@@ -46,7 +46,6 @@ class OwnLoss:
     vocab_size: str  # V as source; "None" for the width of the logits
     mask: str  # the name of the mask of the tokens that count; "" where all do
     upcast: bool  # whether the statements cast the logits to fp32 under their own name
-    bound: frozenset[str]  # the other names that the statements bind
 
 
 def read_own_loss(body: Sequence[ast.stmt], anatomy: Anatomy, local: Container[str]) -> OwnLoss | None:
@@ -59,8 +58,7 @@ def read_own_loss(body: Sequence[ast.stmt], anatomy: Anatomy, local: Container[s
     masked, plain = (_read([*body[:place], *side, *body[place + 1 :]], anatomy, local) for side in sides)
     if masked is None or plain is None or plain.mask or ast.unparse(choice.test) != f"{masked.mask} is not None":
         return None
-    both = replace(masked, bound=masked.bound | plain.bound)
-    return both if replace(plain, mask=masked.mask, bound=both.bound) == both else None
+    return masked if replace(plain, mask=masked.mask) == masked else None
 
 
 def _read(body: Sequence[ast.stmt], anatomy: Anatomy, local: Container[str]) -> OwnLoss | None:
@@ -85,10 +83,10 @@ def _read(body: Sequence[ast.stmt], anatomy: Anatomy, local: Container[str]) -> 
     if _is_width(size, name):
         size = "None"
     is_known = size == "None" or set(loaded(ast.parse(size))) <= {"self"}
-    bound = frozenset(names) - {loss, target, *([name] if upcast else [])}
+    bound = names.keys() - {loss, target, *([name] if upcast else [])}
     if not is_known or {name, target, mask} & bound or not _is_unchanged(names.get(target), target):
         return None
-    return OwnLoss(loss, name, target, form, size, mask, bool(upcast), bound)
+    return OwnLoss(loss, name, target, form, size, mask, bool(upcast))
 
 
 def _operands(value: ast.expr | None, anatomy: Anatomy, local: Container[str]) -> list[ast.expr] | None:

@@ -359,20 +359,14 @@ def unread_experts(anatomy: Anatomy) -> list[str]:
 
 
 def left_alone_experts(anatomy: Anatomy) -> dict[str, str]:
-    """Class -> a sign of its experts, in a file whose experts are all of another kind than the seam's.
-
-    These compute as upstream wrote them, and no rank divides them. Empty where a class has experts of the seam's kind, or
-    transformers' decorator for them: there a sign means experts that should have been read.
-    """
-    roles = {role for info in anatomy.classes.values() for role in info.roles}
-    decorators = [decorator for info in anatomy.classes.values() for decorator in info.node.decorator_list]
-    is_of_seam = any(anatomy.names.is_upstream(decorator, DISPATCHER) for decorator in decorators)
-    if is_of_seam or {Role.EXPERTS, Role.EXPERT_LIST} & roles:
-        return {}
+    """Class -> a sign of its experts, which are of another kind than the seam's: these compute as upstream wrote them, and no
+    rank divides them."""
     signs = [sign.split(maxsplit=1) for sign in unread_experts(anatomy)]
     held = [sign for sign in signs if not sign[1].startswith("reads ")]
     other = [s for s in signs if not {Role.ROUTER, Role.HEAD, Role.DECODER} & set(anatomy.classes[s[0]].roles)]
-    return dict(reversed(held or other))  # a config option that a class reads counts where there is no other sign
+    return dict(
+        reversed(held or other or signs)
+    )  # a config option that a class reads counts where there is no other sign
 
 
 def _signs(anatomy: Anatomy, info: ClassInfo, expert_roles: set[str]) -> Iterator[str]:

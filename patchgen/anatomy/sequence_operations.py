@@ -8,12 +8,10 @@ import ast
 from collections.abc import Collection
 
 from patchgen.anatomy.classes import (
-    ClassInfo,
     FunctionNode,
     arguments,
     base_name,
     calls,
-    dotted,
     loaded,
     parameter_names,
     stored,
@@ -27,7 +25,6 @@ from patchgen.anatomy.roles import TOKENS, Role, takes_media_alone
 
 CONVOLUTION, DELTA_RULE, UNKNOWN = "causal_conv1d", "delta_rule", "unread_scan"
 BY_HEADS, BY_CHANNELS, FUSED = "state_space_scan", "selective_scan", "fused_scan"
-ALONG = {"cumsum", "cumprod", "logcumsumexp", "roll", "associative_scan"}  # torch's, along a dimension
 CONV1D_PARAMETERS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")  # torch's
 # transformers': replaces the function by a kernel that is installed.
 KERNEL_DECORATOR = "use_kernel_func_from_hub_with_fallback"
@@ -123,36 +120,6 @@ def _scan_kind(function: FunctionNode) -> str:
             case ast.Assign([ast.Tuple(sizes)], ast.Attribute(ast.Name(name), "shape")) if name == first:
                 return {4: BY_HEADS, 3: BY_CHANNELS}.get(len(sizes), UNKNOWN)
     return UNKNOWN
-
-
-def unwrapped_operation(info: ClassInfo, operations: Collection[str], anatomy: Anatomy) -> ast.AST | None:
-    """The first code of a mixer that runs along the sequence other than by calling one of `operations` itself.
-
-    It may reach one through an alias or another function, or use one of another model's file or of torch. None if there is
-    no such code.
-    """
-    for method in [method for name, method in info.methods.items() if name != "__init__"]:
-        pending, seen = list[ast.AST]([method]), set(operations)
-        while pending:
-            code = pending.pop()
-            named = set(loaded(code)) - (local_names(code) if isinstance(code, FunctionNode) else set())
-            if code is not method and named & set(operations):
-                return code
-            for call in calls(code):
-                meaning, name = anatomy.names.resolve(call.func) or "", dotted(call.func).rpartition(".")[2]
-                is_another_models = meaning.startswith("transformers.models.") and name not in anatomy.functions
-                if name in ALONG or (is_another_models and name.islower()):
-                    return call
-            pending += [anatomy.functions[name] for name in sorted(named & set(anatomy.functions) - seen)]
-            pending += [one for name in sorted(named - seen) for one in _aliases(name, anatomy)]
-            seen |= named
-    return None
-
-
-def _aliases(name: str, anatomy: Anatomy) -> list[ast.AST]:
-    """The module-level statements that make a name an alias of another."""
-    found = anatomy.names.statements.get(name, ())
-    return [one for one in found if isinstance(one, ast.Assign) and isinstance(one.value, ast.Name)]
 
 
 def functions_below(anatomy: Anatomy, *code: ast.AST, without: Collection[str] = ()) -> list[str]:

@@ -1,19 +1,17 @@
 """The loop over the layers of a tower: what its layers read, and the code from there to the return.
 
 The rows of a tower are the patches or audio frames of all inputs, concatenated. If its layers attend by lengths
-(`cu_seqlens`) and treat rows as independent outside of attention, a rank can work on a slice of the rows from the loop on,
-until code needs all rows.
+(`cu_seqlens`) a rank can work on a slice of the rows from the loop on, until code needs all rows. Whether anything but
+attention mixes rows is not read here: the proof compares slices with the whole.
 """
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from patchgen.anatomy.axes import Layer, Mixed, Size, Value, is_tensor
 from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
@@ -28,15 +26,15 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import Role
-from patchgen.anatomy.row_reader import LENGTHS_TEST
 from patchgen.anatomy.sizes import SINGLE_SIDES, in_config
-from patchgen.anatomy.tokenwise import mixing, rows_after
 from patchgen.errors import LeftAlone
 
+LENGTHS_TEST = "is_flash_attention_requested"
 SOUND_CONVOLUTIONS = ("torch.nn.Conv1d", "torch.nn.Conv2d")
 # The parameters for lengths, and for tensors of rows, of the layers of transformers' towers.
 BOUNDS, LONGEST = {"cu_seqlens"}, {"max_seqlen"}
 ROWS = {"position_embeddings", "rotary_pos_emb", "cos", "sin"}
+REGROUPS = ("view", "reshape", "permute")  # methods that may merge neighbouring rows, the first axis staying theirs
 
 
 Gather = tuple[int, tuple[str, ...]]  # before the statement at this index these names must be gathered to all rows
@@ -68,7 +66,7 @@ class ChunkedConvolution:
 
 def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode | None = None) -> LayerLoop:
     """Reads the forward of a tower: upstream's, or `forward`, the one that earlier passes have rewritten. Raises LeftAlone if
-    its layers do not attend by lengths, its code may mix rows, or layers read what has no known meaning on a slice of rows."""
+    its layers do not attend by lengths, or read what has no known meaning on a slice of rows."""
     forward = forward or info.methods["forward"]
     place, loop, layers = _loop(forward)
     kinds = [build.target or "" for build in anatomy.builds(info.name) if build.attribute == layers]
@@ -93,67 +91,15 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode | None =
             raise LeftAlone(f"its layers read {name}, which has no known meaning on a slice of the rows")
     if not bounds:
         raise LeftAlone("its layers are handed no cumulative lengths")
-    _require_independent_rows(anatomy, info, layers, loop, carried, lists, attentions)
     group = _group(anatomy, info)
-    rows_of = "*." if group == "1" else "r."  # to merge groups the rows must be `[N, C]`
-    values = dict.fromkeys([carried, *(name for name in dict.fromkeys(loaded(loop)) if name in lists)], rows_of)
-    axes_after = functools.partial(rows_after, tensors=values, owner=info.name, anatomy=anatomy, groups=group != "1")
-    gathers = _gathers(forward.body, place, list(values), above, axes_after)
+    local = [carried, *(name for name in dict.fromkeys(loaded(loop)) if name in lists and name != carried)]
+    gathers = _gathers(anatomy, info, forward.body, place, local, above, group)
     return LayerLoop(place, layers, tuple(rows), tuple(bounds), tuple(longest), group, gathers, tuple(attentions))
-
-
-def _require_independent_rows(
-    anatomy: Anatomy,
-    info: ClassInfo,
-    layers: str,
-    loop: ast.For,
-    carried: str,
-    lists: set[str],
-    attentions: Mapping[str, FunctionNode],
-) -> None:
-    """Raises LeftAlone if anything but attention may mix rows: a rank would mix only those of its slice."""
-    blocks = (block.name for block in anatomy.with_role(Role.MOE_BLOCK))
-    known = {"torch.squeeze", "torch.Tensor.squeeze", *(f".{name}" for name in (*attentions, *blocks))}
-    for build in (build for build in anatomy.builds(info.name) if build.attribute == layers):
-        method = anatomy.method(build.target or "", "forward")
-        if method is None or anatomy.names.is_wrapped(method[1]):
-            raise LeftAlone(f"self.{layers} holds layers without a plain forward in this file")
-        given = dict.fromkeys(parameter_names(method[1]), "*.")
-        mixed = mixing(method[1].body, given, build.target or "", anatomy, known)
-        if mixed is not None:
-            raise LeftAlone(f"{build.target} is not known to treat each row by itself: {ast.unparse(mixed)}")
-    values: dict[str, Value] = {**dict.fromkeys(loaded(loop)), **{name: [None] for name in lists}}
-    called = {dotted(call.func) for call in calls(*loop.body)}
-    values |= {name: Layer() for name in stored(loop.target) if name in called} | {carried: "r."}
-    other = mixing(loop.body * 2, values, info.name, anatomy, groups=True)
-    if other is not None:
-        raise LeftAlone(f"its loop does more than to call the layers: {ast.unparse(other)}")
-    for built in (own_attribute(node) for node in walk(loop.iter)):
-        if built not in (None, layers) and not _treats_groups(anatomy, info.name, built):
-            raise LeftAlone(f"self.{built} is not known to treat each group of rows by itself")
-    for name, forward in attentions.items():
-        moved = forward if anatomy.names.is_wrapped(forward) else _mixed(anatomy, name, forward)
-        if moved is not None:
-            raise LeftAlone(f"{name} does more than to attend: {ast.unparse(moved)[:200]}")
-
-
-def _treats_groups(anatomy: Anatomy, owner: str, attribute: str) -> bool:
-    """Whether every module in the list `self.<attribute>` treats each row, or each group of rows, by itself."""
-    step = ast.parse(f"rows = self.{attribute}[0](rows)").body
-    return mixing(step, {"rows": "r."}, owner, anatomy, groups=True) is None
-
-
-def _mixed(anatomy: Anatomy, owner: str, forward: FunctionNode) -> ast.AST | None:
-    """The first piece of an attention's forward that may mix rows of different inputs, or depends on their number."""
-    names = parameter_names(forward)
-    values: dict[str, Value] = {names[0]: "r.", **dict.fromkeys(BOUNDS | LONGEST, Size("~"))}
-    values |= {name: ["r."] for name in ROWS}
-    return mixing(forward.body, values, owner, anatomy)
 
 
 def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> ChunkedConvolution | None:
     """The convolutions of an audio tower over padded chunks, up to the `index_select` of what is no padding; None if its
-    forward has no such code, or code that may mix chunks."""
+    forward has no such code, or that reads other than tensors from above."""
     called = [(place, dotted(call.func), call) for place, s in enumerate(forward.body) for call in calls(s)]
     convolutions = {f"self.{name}" for name, call in info.built.items() if anatomy.is_a(call, *SOUND_CONVOLUTIONS)}
     convolving = [(place, call) for place, name, call in called if name in convolutions]
@@ -169,8 +115,8 @@ def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode
     if not read or read & inside or source not in inside:
         return None
     # Assumed: all tensors read from above have a row per chunk; the runtime checks that when it divides the rows.
-    values: dict[str, Value] = {**dict.fromkeys(read, "r&"), **{name: [None] for name in lists}}
-    if mixing(forward.body[start:end], values, info.name, anatomy):
+    made = [s.value for s in forward.body[:start] if isinstance(s, ast.Assign) and read & {*stored(s)}]
+    if not all(isinstance(value, ast.Call) for value in made):  # sizes, which are those of all chunks
         return None
     convolved = loaded(convolution)
     return ChunkedConvolution(start, end, tuple(sorted(read, key=lambda name: (name in convolved, name))), source)
@@ -252,10 +198,22 @@ def _attentions(anatomy: Anatomy, kinds: list[str], layers: str) -> dict[str, Fu
         called = calls(method[1]) if method is not None else ()
         if method is None or not any(anatomy.names.is_upstream(call, LENGTHS_TEST) for call in called):
             raise LeftAlone(f"{name} does not choose between lengths and one call per input")
+        if not any(_makes_one_row(call) for call in calls(method[1])):
+            raise LeftAlone(f"{name} does not attend to all inputs in one row, [1, heads, rows, dim]")
         forwards[name] = method[1]
     if not forwards:
         raise LeftAlone(f"self.{layers} holds no attention of this file")
     return forwards
+
+
+def _makes_one_row(call: ast.Call) -> bool:
+    """Whether it is `x.unsqueeze(0)` or `x.reshape(1, ...)`."""
+    match call:
+        case ast.Call(ast.Attribute(_, "unsqueeze"), [ast.Constant(0)]) | ast.Call(
+            ast.Attribute(_, "view" | "reshape"), [ast.Constant(1), *_]
+        ):
+            return True
+    return False
 
 
 def _group(anatomy: Anatomy, info: ClassInfo) -> str:
@@ -284,16 +242,18 @@ def _group(anatomy: Anatomy, info: ClassInfo) -> str:
 
 
 def _gathers(
+    anatomy: Anatomy,
+    info: ClassInfo,
     body: list[ast.stmt],
     place: int,
     local: list[str],
     above: set[str],
-    axes_after: Callable[[list[ast.stmt]], Mapping[str, Value]],
+    group: str,
 ) -> tuple[Gather, ...]:
     """Where results of the loop must be gathered to all rows: as late as possible, because they are smallest there; above a
-    statement that mixes rows, counts them or puts another axis first."""
+    statement that is not known to work on a slice of the rows."""
     gathered = above - set(local) - {"self"}
-    gather_points, sliced_statements = list[Gather](), list[ast.stmt]()
+    gather_points = list[Gather]()
     for number, statement in enumerate(body[place + 1 :], start=place + 1):
         read = set(loaded(statement))
         used = [name for name in local if name in read]
@@ -302,8 +262,7 @@ def _gathers(
         elif not used:
             gathered |= set(stored(statement))
             continue
-        elif not read & gathered and _leaves_rows_first(statement, local, sliced_statements, axes_after):
-            sliced_statements.append(statement)
+        elif not read & gathered and _works_on_slices(anatomy, info, statement, group):
             local += [name for name in stored(statement) if name not in local]
             continue
         if used:
@@ -315,24 +274,20 @@ def _gathers(
     return tuple(gather_points)
 
 
-def _leaves_rows_first(
-    statement: ast.stmt,
-    local: list[str],
-    above: list[ast.stmt],
-    axes_after: Callable[[list[ast.stmt]], Mapping[str, Value]],
-) -> bool:
-    """Whether a statement treats the rows of `local` one by one, and leaves nothing but rows, on the first axis."""
-    try:
-        values = axes_after([*above, statement])
-    except Mixed:
+def _works_on_slices(anatomy: Anatomy, info: ClassInfo, statement: ast.stmt, group: str) -> bool:
+    """Whether a statement hands rows to modules of the tower, or merges groups of rows, and assigns the result."""
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+    parts = [ast.unparse(node) for node in walk(statement) if isinstance(node, ast.Subscript)]
+    computed = any(isinstance(node, ast.operator | ast.cmpop) for node in walk(statement))
+    if not isinstance(target, ast.Name) or computed or not all(part.endswith(".shape[-1]") for part in parts):
         return False
-    return all(_begins_with_rows(values.get(name)) for name in (*local, *stored(statement)))
-
-
-def _begins_with_rows(value: Value) -> bool:
-    if isinstance(value, tuple | list):
-        return all(map(_begins_with_rows, value))
-    return is_tensor(value) and value[:1] in ("r", "*")
+    merging = {b.attribute for b in info.builds if Role.NORM not in anatomy.classes[b.target or ""].roles}
+    for call in calls(statement):
+        own, name = own_attribute(call.func), dotted(call.func).rpartition(".")[2]
+        is_known = own not in info.methods if own else name in REGROUPS
+        if not is_known or (group == "1" and (own is None or own in merging)):
+            return False
+    return True
 
 
 def _results(statement: ast.Return) -> set[str]:

@@ -21,6 +21,7 @@ from patchgen.commands import project_examples, sweeping
 from patchgen.commands.console import console, display_path, print_diff, refusing_unwritable
 from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
 from patchgen.pipeline import Generated
+from patchgen.runtime.compatibility import proof_of
 from patchgen.runtime.registry import installed_directory
 from patchgen.runtime.verify import records
 from patchgen.runtime.verify.committed_models import CommittedModel, committed, named_models
@@ -86,7 +87,7 @@ def generate(
             lines = emit.changed_lines(generated.diff)
             console.print(f"{name}: {lines} lines against upstream, {state}, {seconds:.1f} s")
         else:
-            _show(generated, changed, seconds, dry_run=dry_run)
+            _show(generated, changed, seconds, root, dry_run=dry_run)
     if refused:
         messages = "\n".join(f"{name}: {error}" for name, error in refused.items())
         raise PatchgenError(
@@ -131,7 +132,7 @@ def _is_generated(root: Path, version: str | None, name: str) -> bool:
     return any(provenance.read(folder)["upstream"]["version"] == version for folder in existing)
 
 
-def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run: bool) -> None:
+def _show(generated: Generated, changed: list[Path], seconds: float, root: Path, *, dry_run: bool) -> None:
     table = Table(title=f"{generated.model} from {generated.upstream.origin}", title_justify="left")
     table.add_column("pass")
     for column in ("hits", "upstream", "lines", "ms"):
@@ -157,6 +158,22 @@ def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run:
         console.print(f"  review: {_review_command(changed)}", soft_wrap=True)
     else:
         console.print("  nothing changed")
+    if not dry_run:
+        console.print(f"  {_proof_line(root, generated.model)}", markup=False, soft_wrap=True)
+
+
+def _proof_line(root: Path, model: str) -> str:
+    """What the proof beside a written file says of these bytes: the lines that no proof ran. Without one, the command for it."""
+    proof = proof_of(root / model / f"modeling_{model}.py")
+    if not proof:
+        where = "" if root == provenance.generated_root() else f" --directory {display_path(root / model)}"
+        return f"not proven as it is now: patchgen verify {model}{where}"
+    ranges = [[int(number) for number in text.split("-")] for text in proof.get("not_run", ())]
+    count = sum(1 + lines[-1] - lines[0] for lines in ranges)
+    not_run = (
+        f"{count} lines that no proof ran: {', '.join(proof['not_run'])}" if count else "its proofs ran every line"
+    )
+    return f"{proof['status']}; {not_run}"
 
 
 def _review_command(changed: list[Path]) -> str:

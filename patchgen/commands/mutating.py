@@ -1,4 +1,4 @@
-"""mutate: mutants of upstream sources; the generator must refuse each, or its file must compute the same."""
+"""mutate: mutants of upstream sources; the generator must refuse each, the proof tell it, or its file compute the same."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def mutate(
 
 
 def _table(summary: dict[str, Any]) -> Table:
-    kinds = (rounds.REFUSED, rounds.EQUAL, rounds.WRONG, rounds.NOT_RUN)
+    kinds = (rounds.REFUSED, rounds.TOLD, rounds.EQUAL, rounds.WRONG, rounds.NOT_RUN)
     printed = Table("operator", *kinds, title=", ".join(summary["models"]))
     for name, counts in (*summary["operators"].items(), ("all", summary["verdicts"])):
         printed.add_row(name, *(str(counts.get(kind, "")) for kind in kinds))

@@ -30,7 +30,7 @@ def verify(
     code: str | None,
     generated_folder: str | None,
 ) -> int:
-    """Proves models in one process, or on ranks against upstream's class on one; 0 if all are proven.
+    """Proves models in one process and on two ranks, or in one layout of ranks, against upstream's class; 0 if all are proven.
 
     Prints a table and writes `verify.json` or `verify_ranks.json` for each; with `every` also the pages over all models.
     With a directory, only its file is proven, and nothing is written elsewhere. A model that was generated from a user's
@@ -64,15 +64,17 @@ def _refusals_of(subject: GeneratedModel) -> Generator[None, None, None]:
 
 def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
     """Whether each model is proven, once its proof is written."""
-    from patchgen.runtime.verify import report
+    from patchgen.runtime.verify import report, two_ranks
     from patchgen.runtime.verify.verify_model import verify_model
 
     sources = records.current_key()
+    made_with = records.made_with(sources["prover"], sources)
+    made_on_ranks_with = records.made_with(sources["rank_prover"], sources)
     for subject in subjects:
         with _refusals_of(subject):
-            proof = verify_model(subject, head=head)
+            proof = two_ranks.complete(verify_model(subject, head=head), subject)
         report.print_proof(proof)
-        report.write_proof(proof, subject.directory, records.made_with(sources["prover"], sources))
+        report.write_proof(proof, subject.directory, made_with, made_on_ranks_with=made_on_ranks_with)
         yield proof.is_proven
 
 

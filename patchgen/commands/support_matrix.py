@@ -13,7 +13,7 @@ from patchgen.commands import models_page
 from patchgen.commands.examination import EAGER_ONLY, PROVEN
 from patchgen.commands.models_page import rank_results
 from patchgen.errors import PatchgenError
-from patchgen.runtime.verify import records
+from patchgen.runtime.verify import records, verdict
 from patchgen.runtime.verify.committed_models import CommittedModel, committed, docs
 from patchgen.runtime.verify.records import LAYOUTS
 from patchgen.templates import render
@@ -46,7 +46,8 @@ def support_matrix() -> str:
 
 
 def _text_rows() -> list[CoverageRow]:
-    return [row for (takes_media, _), row in records.read(records.path_in(None)).items() if not takes_media]
+    rows = records.read(records.path_in(None)).items()
+    return [records.with_ranks(row) for (takes_media, _), row in rows if not takes_media]
 
 
 def _cell(result: RankCell | None) -> str:
@@ -60,11 +61,11 @@ def _cell(result: RankCell | None) -> str:
 def counts() -> str:
     """The counts in the README: of proven text types, and of committed models."""
     statuses = [row["status"] for row in _text_rows()]
-    equal = sum(status in (PROVEN, EAGER_ONLY) for status in statuses)
+    equal = sum(status in (PROVEN, EAGER_ONLY, *verdict.WITHOUT.values()) for status in statuses)
     return (
         f"- **Proven.** Loss, logits and every gradient of {equal} model types are bit-identical to upstream's, and "
-        f"{statuses.count(PROVEN)} of them are\n  proven as a run computes, with its attention, kernels and packed rows: "
-        f"[docs/coverage.md](docs/coverage.md).\n{_committed_models()}"
+        f"{statuses.count(PROVEN)} of them are\n  proven as a run computes, with its attention, kernels and packed rows, "
+        f"in one process and on two ranks:\n  [docs/coverage.md](docs/coverage.md).\n{_committed_models()}"
     )
 
 

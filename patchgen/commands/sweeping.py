@@ -35,6 +35,7 @@ from patchgen.commands.examination import (
 from patchgen.errors import ConfigError
 from patchgen.runtime.verify import records, source_keys
 from patchgen.runtime.verify.committed_models import page_of
+from patchgen.runtime.verify.layout import TWO_RANKS, Layout
 
 if TYPE_CHECKING:
     from patchgen.runtime.document_rows import DocumentSeparation
@@ -123,7 +124,10 @@ def _print_summary(swept: Sequence[CoverageRow], path: Path, *, names_given: boo
     counts = {status: sum(one["status"] == status for one in swept) for status in statuses}
     moe = sum(one["status"] == PROVEN and one["moe"] for one in swept)
     others = ", ".join(f"{counts[status]} {status}" for status in statuses[1:])
-    console.print(f"{counts[PROVEN]} proven ({moe} MoE), {others}")
+    on_ranks = sum(records.with_ranks(one)["status"] == PROVEN for one in swept)
+    console.print(
+        f"{counts[PROVEN]} proven in one process ({moe} MoE), {on_ranks} of them also on two ranks; {others}"
+    )
     console.print(f"written: {path} and {page_of(path)}", soft_wrap=True)
     uncovered = [one for one in swept if one["status"] == PROVEN and one.get("inputs_without_rule")]
     for one in uncovered:
@@ -134,51 +138,92 @@ def _print_summary(swept: Sequence[CoverageRow], path: Path, *, names_given: boo
 
 
 def sweep_ranks(
-    family: str, only: list[str], sp: int, ep: int, world: int, output: Path | None, *, fresh: bool
+    family: str, only: list[str], layouts: Mapping[str, Layout], output: Path | None, *, fresh: bool
 ) -> int:
-    """Compares the types of a family on several gloo ranks with upstream on one, into the same table; 0 if any agrees, or,
+    """Compares the types of a family on gloo ranks with upstream on one, into the same table; 0 if in every layout any agrees, or,
     with `only`, if all do. Current comparisons are kept; types that were swept and are not proven on one rank are left out.
 
+    Args:
+        layouts: by their keys in a row, all of as many ranks.
+
     Raises:
-        ConfigError: no such family, or it has no such type; or the sizes do not divide the number of ranks.
+        ConfigError: no such family, or it has no such type.
     """
-    _require_layout(sp, ep, world)
     release, takes_media = upstream.open_release(None), _takes_media(family)
     types = _requested_types(only, release, takes_media=takes_media) or types_of(family, release)
     from patchgen.runtime.verify import parallel_coverage
 
     path, key = records.path_in(output), records.current_key()
     rows = records.read(path)
-    layout = "_".join(f"{name}{size}" for name, size in (("sp", sp), ("ep", ep)) if size > 1)
-    layout += "" if world == max(sp, ep) else f"_of{world}"
     places = [(takes_media, model_type) for model_type in types]
     for place in places:
         of_family = _family(place[1], release) if takes_media else TEXT
         rows.setdefault(place, row(place[1], GENERATED, "not swept in one process", family=of_family))
     wanted = [place for place in places if records.needs_ranks(rows[place])]
     current = records.current_digests([rows[place] for place in wanted], release, jobs=2)
-    todo = [place for place in wanted if fresh or not records.cell_holds(rows[place], layout, key, current[place[1]])]
-    separates: dict[str, DocumentSeparation] = {place[1]: _separates_documents(rows[place]) for place in todo}
-    results = parallel_coverage.sweep(separates, takes_media=takes_media, sp=sp, ep=ep, world=world) if todo else ()
-    for found in results:
+    tasks: list[parallel_coverage.Task] = []
+    for place in wanted:
+        todo = {
+            name: layout
+            for name, layout in layouts.items()
+            if fresh or not records.cell_holds(rows[place], name, key, current[place[1]])
+        }
+        if todo:
+            tasks.append(parallel_coverage.Task(place[1], todo, _separates_documents(rows[place])))
+    world = next(iter(layouts.values())).ranks
+    for found in parallel_coverage.sweep(tasks, takes_media=takes_media, world=world) if tasks else ():
         cell: RankCell = {
-            "difference": found.worst,
-            "reason": found.reason,
-            "applies": found.applies,
+            "difference": found.result.difference,
+            "reason": found.result.reason,
+            "applies": found.result.applies,
             "made_with": records.cell_made_with(found.generated_digest, key),
         }
-        rows[takes_media, found.model_type].setdefault("ranks", {})[layout] = cell
+        rows[takes_media, found.model_type].setdefault("ranks", {})[found.layout] = cell
         records.write(path, rows)
+    records.write(path, rows)
     if output is None:
         support_matrix.write()
-    cells = [cell for place in wanted if (cell := rows[place].get("ranks", {})[layout])["applies"]]
-    if not cells:
+    passed = True
+    for name in layouts:
+        cells = [rows[place].get("ranks", {}).get(name) for place in wanted]
+        passed &= _print_agreement(name, [cell for cell in cells if cell], types, path, world, all_must=bool(only))
+        passed &= all(cells)
+    return 0 if passed else 1
+
+
+def _print_agreement(
+    layout: str, cells: Sequence[RankCell], types: Sequence[str], path: Path, world: int, *, all_must: bool
+) -> bool:
+    """Prints how many types agree in a layout; whether any does, or all of them."""
+    compared = [cell for cell in cells if cell["applies"]]
+    if not compared:
         named = f"{', '.join(types[:5])}{', ...' if len(types) > 5 else ''}"
         console.print(f"None of {named} can be compared with {layout}: see the reasons in {path}", soft_wrap=True)
-        return 1
-    agreeing = sum(not cell["reason"] for cell in cells)
-    console.print(f"{agreeing} of {len(cells)} agree on {world} ranks with {layout}; written: {path}", soft_wrap=True)
-    return 0 if (agreeing == len(cells) if only else agreeing) else 1
+        return False
+    agreeing = sum(not cell["reason"] for cell in compared)
+    console.print(
+        f"{agreeing} of {len(compared)} agree on {world} ranks with {layout}; written: {path}", soft_wrap=True
+    )
+    return agreeing == len(compared) if all_must else agreeing > 0
+
+
+def layouts_of(sp: int, ep: int, world: int) -> dict[str, Layout]:
+    """The layouts of a sweep on ranks, by their keys in a row: the one of these sizes; without sizes, all that pages show.
+
+    Raises:
+        ConfigError: the sizes do not divide the number of ranks, or there are none for other than two ranks.
+    """
+    if sp == ep == 1:
+        if world != 2:
+            raise ConfigError(
+                f"--world {world} alone is no layout; --world 2 compares every type with FSDP, shared experts and a shared "
+                "sequence. To fix: give --sp or --ep with it, or --world 2."
+            )
+        return TWO_RANKS
+    _require_layout(sp, ep, world)
+    name = "_".join(f"{name}{size}" for name, size in (("sp", sp), ("ep", ep)) if size > 1)
+    name += "" if world == max(sp, ep) else f"_of{world}"
+    return {name: Layout(world, sp=sp, ep=ep, fsdp=True)}
 
 
 def _require_layout(sp: int, ep: int, world: int) -> None:

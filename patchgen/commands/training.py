@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sysconfig
 from pathlib import Path
 
 from patchgen.errors import ConfigError, PatchgenError
@@ -55,6 +56,10 @@ def train(
             print(recipes.to_yaml(recipe), end="")
             return 0
         if script is not None:
+            from patchgen.runtime import launch
+            from patchgen.runtime.train import run_plan
+
+            run_plan.require_layout(recipe, processes * launch.parse_nodes(nodes)[0])
             print(start_script(script, recipe_path, recipe.name, settings, processes, nodes), end="")
             return 0
         if recipes.reads_hub(recipe):
@@ -99,12 +104,15 @@ def start_script(kind: str, recipe_path: Path, job_name: str, settings: list[str
         raise ConfigError(f"--script needs a fixed number of machines (--nnodes), not '{nodes}'.")
     command = ["patchgen", "train", str(recipe_path), "--nproc", str(processes), "--nnodes", str(min_nodes)]
     command_line = shlex.join([*command, *(word for setting in settings for word in ("--set", setting))])
-    if kind == "ssh":  # the template puts the line within double quotes
-        command_line = re.sub(r'(["$`\\])', r"\\\1", command_line)
+    environment = shlex.quote(sysconfig.get_path("scripts"))  # a batch job or `ssh HOST COMMAND` activates none
+    if kind == "ssh":  # the template puts both within double quotes
+        environment = f'export PATH={environment}:"$PATH"'
+        command_line, environment = (re.sub(r'(["$`\\])', r"\\\1", text) for text in (command_line, environment))
     job_name = re.sub(r"[^\w.-]+", "_", job_name)
     return render(
         f"{kind}.jinja",
         command_line=command_line,
+        environment=environment,
         job_name=job_name,
         processes=processes,
         nodes=min_nodes,

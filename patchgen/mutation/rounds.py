@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from patchgen.runtime.verify.ranks import RankPool
 
 Row = dict[str, Any]  # what the file of rows records of one mutant
-REFUSED, EQUAL, WRONG, NOT_RUN = "refused", "equal", "wrong", "not run"
+REFUSED, TOLD, EQUAL, WRONG, NOT_RUN = "refused", "told", "equal", "wrong", "not run"
 # A process keeps all modules that it imported, so it is replaced after this many mutants that ran.
 MUTANTS_PER_PROCESS = 100
 MUTANTS_PER_POOL = 60  # the two ranks that compare mutants are replaced after as many
@@ -182,13 +182,14 @@ def _run_batch(model: str, seed: int, count: int, known: frozenset[str], ranks: 
 
 
 def try_mutants(
-    model: str, seed: int, count: int, *, known: Container[str] = (), ranks: bool = False
+    model: str, seed: int, count: int, *, known: Container[str] = (), ranks: bool = False, observes: bool = True
 ) -> Iterator[Row]:
     """The rows of random mutants of a model, until `count` of them have run.
 
     Args:
         known: hashes of mutants to skip.
         ranks: add to the rows of some equal mutants the `subject` that `mutants_on_ranks` compares.
+        observes: whether a fact of an equal mutant's steps tells it.
     """
     import gc
     import warnings
@@ -201,7 +202,7 @@ def try_mutants(
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     origin = upstream.load(model)
-    judge = Judge(origin)
+    judge = Judge(origin, observes=observes)
     lines = judge.executed()
     gc.freeze()
     num_run = num_equal = 0
@@ -303,14 +304,15 @@ class _RankJudge:
         """The fields to add to the row of a mutant that is equal in one process."""
         from patchgen.runtime.verify import mutants_on_ranks
         from patchgen.runtime.verify.ranks import RankPool
+        from patchgen.runtime.verify.told import TWO_RANKS
 
         if self._pool is None or self._num_judged % MUTANTS_PER_POOL == 0:
             self.close()
             self._pool = RankPool(2)
         self._num_judged += 1
         verdict_on_ranks = mutants_on_ranks.verdict(self._pool, subject)
-        if verdict_on_ranks.kind == WRONG:
-            return {"verdict": WRONG, "detail": verdict_on_ranks.detail, "ranks": WRONG}
+        if verdict_on_ranks.kind == WRONG:  # the proof on two ranks makes the same comparison
+            return {"verdict": TOLD, "by": TWO_RANKS, "detail": verdict_on_ranks.detail, "ranks": TOLD}
         return {
             "ranks": verdict_on_ranks.kind,
             "ranks_by": verdict_on_ranks.by,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from patchgen.mutation.draw import NAMES
-from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, WRONG, Row
+from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, TOLD, WRONG, Row
 from patchgen.runtime.verify import source_keys
 from patchgen.runtime.verify.committed_models import page_of
 from patchgen.templates import render
@@ -25,7 +25,7 @@ def summarise(rows: Iterable[Row]) -> dict[str, Any]:
     Returns:
         Counts by verdict: `verdicts` of all, `keeping_meaning` of mutants that keep the meaning, `models` and `operators` by
         name, `ranks` of mutants that were compared on ranks. Further counts: `refused_by` (pass -> operator -> mutants),
-        `codes` (hash of the code -> rows). `wrong`: the rows of wrong mutants.
+        `told_by` (what tells it -> mutants), `codes` (hash of the code -> rows). `wrong`: the rows of wrong mutants.
     """
     rows = list(rows)
     ran = [row for row in rows if row["verdict"] != NOT_RUN]
@@ -45,6 +45,7 @@ def summarise(rows: Iterable[Row]) -> dict[str, Any]:
             name: dict(collections.Counter(row["operator"] for row in refused if row["by"] == name).most_common())
             for name, _ in collections.Counter(row["by"] for row in refused).most_common()
         },
+        "told_by": dict(collections.Counter(row["by"] for row in ran if row["verdict"] == TOLD).most_common()),
         "wrong": [row for row in ran if row["verdict"] == WRONG],
     }
 
@@ -63,7 +64,7 @@ def write(summary: Mapping[str, object], path: Path) -> None:
 def page(record: Mapping[str, Any]) -> str:
     """The text of `mutations.md`, from the record; which operators keep the meaning is today's list."""
     keeping = {name for name, keeps_meaning in NAMES.items() if keeps_meaning}
-    kinds = (REFUSED, EQUAL, WRONG, NOT_RUN)
+    kinds = (REFUSED, TOLD, EQUAL, WRONG, NOT_RUN)
 
     def row_of(counts: Mapping[str, int]) -> str:
         return " | ".join(str(counts.get(kind, "")) for kind in kinds)

@@ -22,7 +22,6 @@ from patchgen.passes.hand_edits import HandEdits
 from patchgen.passes.host_sync_lint import HostSyncLint
 from patchgen.passes.host_values import HostValues
 from patchgen.passes.language_sp import LanguageSP
-from patchgen.passes.length_choices import LengthChoices
 from patchgen.passes.local_classes import LocalClasses
 from patchgen.passes.max_seqlen import MaxSeqlen
 from patchgen.passes.mixer_sp import MixerSP
@@ -34,7 +33,6 @@ from patchgen.passes.router_loss import RouterLoss
 from patchgen.passes.shared_experts import SharedExperts
 from patchgen.passes.stacked_experts import StackedExperts
 from patchgen.passes.tied_embeddings import TiedEmbeddings
-from patchgen.passes.uneven_branches import UnevenBranches
 from patchgen.passes.vision_sp import VisionSP
 
 if TYPE_CHECKING:
@@ -51,8 +49,6 @@ PASSES: tuple[type[Pass], ...] = (
     FusedExperts,
     SharedExperts,
     RouterLoss,
-    UnevenBranches,
-    LengthChoices,
     FusedLoss,
     LanguageSP,
     DrawnMasks,

@@ -7,6 +7,7 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
+from patchgen.anatomy.assignments import made_of, values_used
 from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
@@ -20,7 +21,6 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.positions import POSITIONS
 from patchgen.anatomy.roles import AUDIO_INPUTS, PIXELS, TOKENS, own_methods
-from patchgen.anatomy.sequence_loops import made_of, values_used
 from patchgen.anatomy.towers import towers_held_whole
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, insert_first

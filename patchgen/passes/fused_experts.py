@@ -6,10 +6,10 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import dotted
 from patchgen.anatomy.experts import ExpertsFormula, read_experts
 from patchgen.anatomy.imported import imported_code
-from patchgen.anatomy.roles import DISPATCHER, left_alone_experts, unread_experts
+from patchgen.anatomy.roles import DISPATCHER, left_alone_experts
+from patchgen.errors import LeftAlone
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, format_code
 from patchgen.source import Block, Module
@@ -23,7 +23,7 @@ class FusedExperts(SitePass):
 
     name = "fused_experts"
     purpose = "The experts' forward becomes one ops.fused_moe seam; upstream's loop stays as the eager path."
-    expects = "one hit per stacked experts class"
+    expects = "one hit per stacked experts class of a known form; others are listed as notes"
     role = Role.EXPERTS
     EXAMPLES = (
         Example("""gated experts; upstream's dispatching decorator asks our register
@@ -62,30 +62,26 @@ class FusedExperts(SitePass):
         """),
     )
 
-    def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        unread = () if left_alone_experts(anatomy) else unread_experts(anatomy)
-        signs = [sign for sign in unread if module.has(sign.split()[0])]
+    def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        signs = [(name, sign) for name, sign in left_alone_experts(anatomy).items() if module.has(name)]
+        notes = [f"{name} {sign}: experts of another kind, left as they are" for name, sign in signs]
         for part in imported_code(anatomy, module):
             other = part.anatomy or Anatomy(anatomy.upstream)
             reached = sorted(other.reached_from([part.name]))
             names = [name for name in reached if {Role.EXPERTS, Role.EXPERT_LIST} & set(other.classes[name].roles)]
-            signs += [f"{part.use}, which has the experts {name}" for name in names]
-        return signs
-
-    def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        signs = [(name, sign) for name, sign in left_alone_experts(anatomy).items() if module.has(name)]
-        return [f"{name} {sign}: experts of another kind, left as they are" for name, sign in signs]
+            notes += [f"{part.use}, which has the experts {name}: left as they are" for name in names]
+        return notes
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         editor = Editor(block, self.mark)
-        for decorator in getattr(block.node, "decorator_list", ()):
-            called = getattr(decorator, "func", decorator)
-            if anatomy.names.is_upstream(called, DISPATCHER) and dotted(called) != DISPATCHER:
-                # It would run beside ours.
-                raise Missed(f"transformers' decorator by its name, @{DISPATCHER}", decorator)
-            if dotted(called) == DISPATCHER:
-                editor.instead(decorator, _with_our_register(decorator))
-        editor.at_start(editor.function("forward"), fused_call(read_experts(anatomy, site.block)))
+        try:
+            formula = read_experts(anatomy, site.block)
+            for decorator in getattr(block.node, "decorator_list", ()):
+                if anatomy.names.is_upstream(getattr(decorator, "func", decorator), DISPATCHER):
+                    editor.instead(decorator, _with_our_register(decorator))
+        except Missed as miss:
+            raise LeftAlone(f"{site.block}: experts of no known form, left as they are: {miss}") from miss
+        editor.at_start(editor.function("forward"), fused_call(formula))
         return Rewritten(editor.result, "fused_moe seam")
 
 
@@ -116,7 +112,8 @@ def _with_our_register(decorator: ast.expr) -> str:
     """The source of the dispatching decorator with our registry of implementations. Raises Missed if it has another
     registry."""
     given = {keyword.arg: ast.unparse(keyword.value) for keyword in getattr(decorator, "keywords", ())}
+    name = ast.unparse(getattr(decorator, "func", decorator))
     if given.setdefault(REGISTER, OUR_REGISTER) != OUR_REGISTER:
         raise Missed(f"@{DISPATCHER} with transformers' own register", f"@{ast.unparse(decorator)}")
     order = dict.fromkeys([REGISTER, *given])
-    return format_code(f"{DISPATCHER}({', '.join(f'{name}={given[name]}' for name in order)})").strip()
+    return format_code(f"{name}({', '.join(f'{name}={given[name]}' for name in order)})").strip()

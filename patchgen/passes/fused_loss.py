@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from dataclasses import replace
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import FunctionNode, own_attribute
-from patchgen.anatomy.loss_region import (
-    LossRegion,
-    check_moves,
-    check_own_losses,
-    check_own_readers,
-    find_region,
-    is_loss_call,
-    kwargs_of,
-)
-from patchgen.anatomy.loss_terms import unseen_terms
+from patchgen.anatomy.loss_region import LossRegion, find_region
 from patchgen.anatomy.own_losses import handed_on, unserved_loss
 from patchgen.passes.base import AlreadyDone, Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, append_method, format_code, indented, insert_first
 from patchgen.source import Block, Module
 
-LOCAL_TERMS, LOSS_FORM, OWN_LOSS = "local_loss_terms", "loss_form", "own_loss"
+LOSS_FORM, OWN_LOSS = "loss_form", "own_loss"
 HEAD, BOUNDS = "head", "cu_seq_lens_q"
 UNTOLD = (
     "takes no further arguments, so nothing tells it where packed documents end: a run computes each in a row of its own, "
@@ -111,22 +101,18 @@ class FusedLoss(SitePass):
     )
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """Losses, and terms added to them, that depend on one rank's tokens; heads that take no document boundaries."""
-        told = {
-            LOCAL_TERMS: "is added to the loss and is a number of one rank's tokens: not trained on several ranks, nor over "
-            "several micro-batches",
-            OWN_LOSS: "is the loss, upstream's own mean over a call: not trained in steps of several ranks or micro-batches",
-        }
+        """Losses of one call's tokens; heads that take no document boundaries."""
         heads = anatomy.with_role(Role.HEAD, module)
-        local = [
-            f"{info.name}: {', '.join(ast.literal_eval(node.value))} {told[name]}"
+        own = [
+            f"{info.name}: {', '.join(ast.literal_eval(node.value))} is the loss, upstream's own mean over a call: not trained "
+            "in steps of several ranks or micro-batches"
             for info in heads
             for node in module.block(info.name).members
-            if isinstance(node, ast.Assign) and (name := ast.unparse(node.targets[0])) in told
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == OWN_LOSS
         ]
         forwards = {info.name: info.methods["forward"].args for info in heads if "forward" in info.methods}
         untold = [name for name, args in forwards.items() if args.kwarg is None and BOUNDS not in ast.unparse(args)]
-        return [*local, *(f"{name}.forward {UNTOLD}" for name in untold)]
+        return [*own, *(f"{name}.forward {UNTOLD}" for name in untold)]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | AlreadyDone:
         method = anatomy.classes[site.block].methods["forward"]
@@ -146,21 +132,11 @@ class FusedLoss(SitePass):
         return Rewritten(append_method(block, f"{OWN_LOSS} = {(source,)!r}", self.mark), "upstream's own loss")
 
     def _seam(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        check_own_losses(site.block, anatomy)
         editor = Editor(block, self.mark)
         forward = editor.function("forward")
         region = find_region(editor, forward, site.block, anatomy)
-        check_own_readers(forward, {region.call.labels, kwargs_of(forward)}, site.block, anatomy)
-        check_moves(editor, forward, region, site.block, anatomy)
-        terms = (*unseen_terms(anatomy, site.block), *region.local_terms)
-        others = [*forward.body[: region.end], *region.call.further, *forward.body[region.end + 1 :]]
-        second = next((node for node in others if any(map(is_loss_call, ast.walk(node)))), None)
-        if second is not None:
-            raise Missed("one call of self.loss_function", editor.code(second))
-        self._fuse(editor, forward, replace(region, local_terms=terms))
+        self._fuse(editor, forward, region)
         block = editor.result
-        if terms:
-            block = append_method(block, f"{LOCAL_TERMS} = {terms!r}", self.mark)
         if region.call.form:
             block = append_method(block, f"{LOSS_FORM} = {region.call.form!r}", self.mark)
         return Rewritten(block, "causal_lm_loss seam")
@@ -172,7 +148,6 @@ class FusedLoss(SitePass):
             function, definition = region.module, ""
         training = f"self.training and not ({call.switches})" if call.further else "self.training"
         named = [f"loss_function={call.function}", f"training={training}"]
-        named += [f"local_terms=self.{LOCAL_TERMS}"] if region.local_terms else []
         arguments = ", ".join([function, region.hidden_states, call.labels, *named, *call.arguments])
         seam = format_code(f"{call.logits}, {call.loss} = ops.causal_lm_loss({arguments})", 2)
         above = editor.code(region.first, whole=True).removesuffix(editor.code(region.first))

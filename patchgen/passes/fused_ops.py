@@ -23,7 +23,6 @@ from patchgen.anatomy.known import TABLES, is_number
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.origins import is_fixed
 from patchgen.anatomy.roles import LINEAR, PARAMETER
-from patchgen.anatomy.tokenwise import mixing_member
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import Editor, insert_first
 from patchgen.source import Block, Module
@@ -160,9 +159,6 @@ class FusedOps(SitePass):
             code = anatomy.classes[site.block].methods["forward"]
             raise Missed("self.<act>(self.<gate>(x)) * self.<up>(x) in one statement", code)
         product, activated = product
-        mixed = mixing_member(anatomy, site.block, own_attribute(activated.func) or "", fixed=False)
-        if mixed is not None:
-            raise Missed("an activation of each row by itself", mixed)
         editor.mark(product)
         gate, up = editor.code(activated.args[0]), editor.code(product.right)
         editor.instead(product, f"ops.swiglu({gate}, {up}, {editor.code(activated.func)})")

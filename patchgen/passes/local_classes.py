@@ -55,14 +55,14 @@ class LocalClasses(SitePass):
         return known + [site_of(info, f"builds by {code}", "__init__") for info, code in others]
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """Uses of Auto classes other than to build from a config or to load a whole checkpoint."""
+        """Uses of Auto classes other than to build from a config, to load a whole checkpoint, or to register a class."""
         parts = [(part, auto) for part in imported_code(anatomy, module) for auto in sorted(auto_classes_in(part))]
         signs = [f"{part.use}, which uses {auto}" for part, auto in parts]
         if "Auto" not in module.text:
             return signs
         names = Names(module.statements, anatomy.upstream.base_of)
         for block in module:
-            known = {"from_pretrained", *(CONSTRUCTORS if isinstance(block.node, ast.ClassDef) else ())}
+            known = {"from_pretrained", "register", *(CONSTRUCTORS if isinstance(block.node, ast.ClassDef) else ())}
             called = [call.func for call in calls(*block.statements) if isinstance(call.func, ast.Attribute)]
             handled = {function.value for function in called if function.attr in known}
             read = [node for node in block.nodes if isinstance(node, ast.Name | ast.Attribute) and node not in handled]

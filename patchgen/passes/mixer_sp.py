@@ -10,7 +10,6 @@ from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, load
 from patchgen.anatomy.convolutions import built_convolutions, convolutions
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import HAND_WRITTEN, attention_of_torch
-from patchgen.anatomy.sequence_loops import carrying_loop
 from patchgen.anatomy.sequence_operations import (
     CONVOLUTION,
     DELTA_RULE,
@@ -19,9 +18,8 @@ from patchgen.anatomy.sequence_operations import (
     language_model_classes,
     sequence_operations,
     stepping_loops,
-    unwrapped_operation,
 )
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
+from patchgen.passes.base import Example, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import Editor, insert_first, wrap_calls
 from patchgen.source import Block, Module
 
@@ -67,7 +65,7 @@ class MixerSP(SitePass):
         ]
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """What this pass does not serve: loops along the sequence, direct calls of torch's attention, hand-written attention."""
+        """What this pass does not serve: direct calls of torch's attention, hand-written attention."""
         known = {site.block for site in self.sites(module, anatomy)}
         language = language_model_classes(anatomy)
         remarks: list[str] = []
@@ -77,49 +75,27 @@ class MixerSP(SitePass):
             attention_remark = _own_attention(info, anatomy)
             if attention_remark:
                 remarks.append(f"{info.name}: {attention_remark}")
-            if anatomy.method(info.name, "forward") is None or anatomy.is_model(info.name):
-                continue  # without a forward it is a cache; the loop of a model is over its layers
-            if {Role.EXPERTS, Role.EXPERT_LIST, Role.MOE_BLOCK} & set(info.roles):
-                continue  # their loops are over experts
-            for name, method in info.methods.items():
-                place = f"{info.name}.{name}"
-                code = {place: method} if name != "__init__" else {}
-                code |= {f"{place}: {below}": anatomy.functions[below] for below in functions_below(anatomy, method)}
-                loops = {where: carrying_loop(anatomy, function) for where, function in code.items()}
-                remarks += [_not_parallel(where, loop) for where, loop in loops.items() if loop is not None]
         return list(dict.fromkeys(remarks))
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         info, operations, called = anatomy.classes[site.block], sequence_operations(anatomy), called_names(block.node)
-        for method in info.methods.values():
-            if called & set(operations) & local_names(method):  # a local name may be another function
-                raise Missed("operations along the sequence by names that nothing else is bound to", method)
         editor = Editor(block, self.mark)
         kinds = wrap_calls(editor, block.node, operations)
         built = set(built_convolutions(anatomy, info).values())
-        if not kinds or UNKNOWN in kinds or "" in built:  # unchanged on whole sequences; slices are refused
-            refusing = insert_first(block, "forward", f'ops.refuse_slices("{info.name}")', self.mark)
-            return Rewritten(refusing, "cannot be divided by heads or channels: refuses sequence slices")
-        besides = [n for method in info.methods.values() for n in convolutions(anatomy, method, built)]
+        methods = info.methods.values()
         functions = [f for name, f in anatomy.functions.items() if name in called and name not in operations]
         steps = any(stepping_loops(anatomy, function) for function in functions)
-        needed = [kind for kind, is_needed in ((CONVOLUTION, built), (DELTA_RULE, steps)) if is_needed]
-        if missing := [kind for kind in needed if kind not in kinds]:
-            wanted = " and ".join(_SIGNATURES[kind] for kind in missing)
-            raise Missed(f"a call of {wanted}", [*besides * (CONVOLUTION in missing), info.methods["forward"]][0])
-        bodies = [ast.Module(method.body, []) for method in info.methods.values()]
-        named = [n for body in bodies for n in ast.walk(body) if isinstance(n, ast.Name) and n.id in operations]
-        if len(named) > len(kinds) or besides:  # an operation that would see only the slice
-            raise Missed("every operation along the sequence in a call of its own name", [*besides, *named][-1])
-        if (hidden := unwrapped_operation(info, operations, anatomy)) is not None:
-            raise Missed("operations along the sequence in calls of their own names alone", hidden)
+        needed = {kind for kind, is_needed in ((CONVOLUTION, built), (DELTA_RULE, steps)) if is_needed}
+        besides = [n for method in methods for n in convolutions(anatomy, method, built)]
+        bodies = [node for method in methods for statement in method.body for node in ast.walk(statement)]
+        named = [node for node in bodies if isinstance(node, ast.Name) and node.id in operations]
+        local = {name for method in methods for name in local_names(method)}
+        # An operation that would see only the slice, or a name that may mean another function.
+        is_whole = len(named) == len(kinds) and not besides and not called & operations.keys() & local
+        if not kinds or UNKNOWN in kinds or "" in built or not needed <= {*kinds} or not is_whole:
+            refusing = insert_first(block, "forward", f'ops.refuse_slices("{info.name}")', self.mark)
+            return Rewritten(refusing, "cannot be divided by heads or channels: refuses sequence slices")
         return Rewritten(editor.result, " and ".join(dict.fromkeys(kinds)))
-
-
-_SIGNATURES = {
-    CONVOLUTION: "a causal convolution of this file, (x, weight, bias, ...)",
-    DELTA_RULE: "a chunked delta rule of this file, (query, key, value, ..., beta, chunk_size)",
-}
 
 
 def _own_attention(info: ClassInfo, anatomy: Anatomy) -> str:
@@ -132,8 +108,3 @@ def _own_attention(info: ClassInfo, anatomy: Anatomy) -> str:
     forward = anatomy.method(info.name, "forward")
     is_written = forward is not None and forward[0].roles.get(Role.ATTENTION) == HAND_WRITTEN
     return f"{HAND_WRITTEN}, which sees this rank's tokens only: not sequence-parallel" if is_written else ""
-
-
-def _not_parallel(place: str, loop: ast.For | ast.While) -> str:
-    header = ast.unparse(loop).split("\n")[0].removesuffix(":")
-    return f"{place} steps along the sequence (`{header}`): not sequence-parallel"

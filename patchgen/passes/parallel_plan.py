@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, ClassInfo, Role
-from patchgen.anatomy.experts import other_reader, read_experts
+from patchgen.anatomy.expert_lists import expert_lists, read_expert_list
+from patchgen.anatomy.experts import read_experts
 from patchgen.anatomy.roles import left_alone_experts
+from patchgen.errors import Missed
 from patchgen.passes.base import Example, Rewritten, Site, SitePass
 from patchgen.rewrite import append_method
 from patchgen.source import Block, Module
-
-Experts = dict[str, tuple[tuple[str, ...], str]]  # class -> its stacked parameters, and what else reads them, or ""
 
 
 class ParallelPlan(SitePass):
@@ -38,10 +38,8 @@ class ParallelPlan(SitePass):
         return super().why(info, anatomy) or info.roles.get(Role.ASKED, "")
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        read = _experts(anatomy, site.block)
-        experts = {name: stacks for name, (stacks, reader) in read.items() if not reader}
+        experts, alone = _experts(anatomy, site.block)
         header = "def get_parallel_plan(self) -> ops.ParallelPlan:"
-        alone = _left_alone(anatomy, site.block, read)
         left_alone = f", left_alone={alone!r}" if alone else ""
         code = f"{header}\n    return ops.parallel_plan(self, experts={experts!r}{left_alone})"
         listed = ", ".join(f"{name}: {len(parameters)} parameters" for name, parameters in experts.items())
@@ -50,23 +48,22 @@ class ParallelPlan(SitePass):
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         reasons: dict[str, str] = {}
         for head in anatomy.with_role(Role.HEAD, module):
-            reasons |= _left_alone(anatomy, head.name, _experts(anatomy, head.name))
+            reasons |= _experts(anatomy, head.name)[1]
         return [f"{name}: {why}: not expert-parallel" for name, why in reasons.items()]
 
 
-def _left_alone(anatomy: Anatomy, head: str, read: Experts) -> dict[str, str]:
-    """The experts below a head that are not sharded, each with the reason."""
-    reasons = {name: f"{reader}, of which a rank would hold a part" for name, (_, reader) in read.items() if reader}
+def _experts(anatomy: Anatomy, head: str) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """The experts below a head: class -> stacked parameters, and those that are not sharded, each with the reason."""
     below = anatomy.reached_from([head])
-    return reasons | {name: sign for name, sign in left_alone_experts(anatomy).items() if name in below}
-
-
-def _experts(anatomy: Anatomy, head: str) -> Experts:
-    """The experts below a head: their stacked parameters, and what reads these other than the experts' forward."""
-    below, experts = anatomy.reached_from([head]), Experts()
-    for info in (expert_class for expert_class in anatomy.with_role(Role.EXPERTS) if expert_class.name in below):
-        formula = read_experts(anatomy, info.name)
-        names = (formula.gate_up_weight, formula.gate_up_bias, formula.down_weight, formula.down_bias)
-        stacks = tuple(name for name in names if name)
-        experts[info.name] = stacks, other_reader(anatomy, info.name, stacks, below)
-    return experts
+    experts, alone = dict[str, tuple[str, ...]](), dict[str, str]()
+    for info in (info for info in anatomy.classes.values() if info.name in below):
+        try:
+            if Role.EXPERTS in info.roles:
+                formula = read_experts(anatomy, info.name)
+                names = (formula.gate_up_weight, formula.gate_up_bias, formula.down_weight, formula.down_bias)
+                experts[info.name] = tuple(name for name in names if name)
+            elif Role.EXPERT_LIST in info.roles and expert_lists(anatomy, info):  # one that was not stacked
+                read_expert_list(anatomy, info)
+        except Missed as miss:
+            alone[info.name] = f"experts of no known form: {miss}"
+    return experts, alone | {name: sign for name, sign in left_alone_experts(anatomy).items() if name in below}

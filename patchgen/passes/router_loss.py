@@ -7,14 +7,7 @@ from collections.abc import Collection, Sequence
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import FunctionNode, calls, parameter_names
-from patchgen.anatomy.router_losses import (
-    called_losses,
-    known_forms,
-    other_uses,
-    require_given,
-    require_known,
-    router_losses,
-)
+from patchgen.anatomy.router_losses import called_losses, known_forms, require_known, router_losses
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import Editor, wrap_calls
 from patchgen.source import Block, Module
@@ -72,7 +65,7 @@ class RouterLoss(SitePass):
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Classes that read the coefficient of an auxiliary loss and call none that was found; functions that look like one
-        (they count the choices of a softmax), whatever they and their parameters are called; other uses of the losses."""
+        (they count the choices of a softmax), whatever they and their parameters are called."""
         functions = {name for name in router_losses(anatomy) if module.has(name)}
         signs: list[str] = []
         for info in anatomy.still_in(module):
@@ -85,18 +78,14 @@ class RouterLoss(SitePass):
             balances = {"softmax", "topk"} <= called and called & COUNTS and called & {"sum", "mean"}
             if balances and module.has(name) and name not in functions:
                 signs.append(f"{name} counts the choices of a softmax (line {function.lineno})")
-        return signs + list(other_uses(module, functions))
+        return signs
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         if site.block in anatomy.functions:
-            require_known(anatomy.functions[site.block], anatomy)
+            require_known(anatomy.functions[site.block])
             return self._take_means(block, anatomy.functions[site.block])
         method = anatomy.classes[site.block].methods[site.name.rpartition(".")[2]]
-        losses = router_losses(anatomy)
-        for call in calls(method):
-            if isinstance(call.func, ast.Name) and call.func.id in losses:
-                require_given(call, losses[call.func.id], method, site.block, anatomy)
-        return self._pass_tokens(block, method, losses)
+        return self._pass_tokens(block, method, router_losses(anatomy))
 
     def _take_means(self, block: Block, known: FunctionNode) -> Rewritten:
         factors = [node.id for node in ast.walk(next(calls(known.body[-2])).args[0]) if isinstance(node, ast.Name)]

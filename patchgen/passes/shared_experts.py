@@ -5,10 +5,18 @@ from __future__ import annotations
 import ast
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, calls, is_compound, loaded, own_attribute, parameter_names, walk
+from patchgen.anatomy.classes import (
+    ClassInfo,
+    calls,
+    is_compound,
+    loaded,
+    own_attribute,
+    parameter_names,
+    stored_names,
+    walk,
+)
 from patchgen.anatomy.names import local_names, uses_name
 from patchgen.anatomy.roles import LINEAR
-from patchgen.anatomy.tokenwise import stored_names
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor
 from patchgen.source import Block

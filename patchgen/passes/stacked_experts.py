@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from patchgen.anatomy import Anatomy, ClassInfo, Role
-from patchgen.anatomy.classes import uses
-from patchgen.anatomy.expert_lists import BIAS, ExpertList, ExpertLoop, branch_of, read_expert_list, statement_at
+from patchgen.anatomy.classes import calls, dotted, uses
+from patchgen.anatomy.expert_lists import ExpertList, ExpertLoop, branch_of, read_expert_list, statement_at
 from patchgen.anatomy.experts import read_experts
-from patchgen.anatomy.initialisation import METHOD, LinearInit, initialising_classes, read_linear_init
-from patchgen.errors import PassMismatch
+from patchgen.errors import LeftAlone, PassMismatch
 from patchgen.passes.base import AlreadyDone, Example, Hit, Missed, Outcome, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import Editor, append_method, at_end, format_code, insert_first, with_torch
 from patchgen.source import Block, Module
 from patchgen.templates import render
 
-WEIGHTS = ("gate_up_proj", "down_proj")
-BIASES = ("gate_up_proj_bias", "down_proj_bias")
+METHOD = "_init_weights"
 REFUSED_BRANCH = (
     """raise ValueError("This branch builds one rank's experts. """
     """Ranks divide the whole list: set parallel.ep in the recipe.")"""
@@ -32,7 +30,9 @@ class StackedExperts(SitePass):
     purpose = (
         "Experts are stacked weights; lists of expert modules become stacks, with initialisation and checkpoints."
     )
-    expects = "one hit per list of experts; experts that upstream stacks are upstream's"
+    expects = (
+        "one hit per list of experts of a known form; experts that upstream stacks are upstream's, others are notes"
+    )
     role = Role.EXPERTS
     EXAMPLES = (
         Example('''a list of modules becomes two stacks, its loop one call
@@ -86,8 +86,7 @@ class StackedExperts(SitePass):
             def _init_weights(self, module):
       +         # patchgen: stacked_experts
       +         if isinstance(module, ExampleMoEStackedExperts):
-      +             nn.init.normal_(module.gate_up_proj, mean=0.0, std=self.config.initializer_range)
-      +             nn.init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)
+      +             module.initialise(self._init_weights)
                 std = self.config.initializer_range
                 if isinstance(module, nn.Linear):
                     module.weight.data.normal_(mean=0.0, std=std)
@@ -105,6 +104,12 @@ class StackedExperts(SitePass):
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | AlreadyDone:
         info = anatomy.classes[site.block]
+        try:
+            return self._stacked(block, info, anatomy)
+        except Missed as miss:
+            raise LeftAlone(f"{info.name}: experts of no known form, left as they are: {miss}") from miss
+
+    def _stacked(self, block: Block, info: ClassInfo, anatomy: Anatomy) -> Rewritten | AlreadyDone:
         if Role.EXPERTS in info.roles:
             if read_experts(anatomy, info.name).is_transposed:
                 return AlreadyDone(
@@ -136,7 +141,7 @@ class StackedExperts(SitePass):
             return outcome
         lists = [read_expert_list(anatomy, info)[0] for info in rewritten]
         names = tuple(_stacked_name(anatomy, info.name) for info in rewritten)
-        module, hits = self._with_init(outcome.module, anatomy, names, lists)
+        module, hits = self._with_init(outcome.module, anatomy, names)
         module = self._with_conversion(module, anatomy, lists)
         return replace(outcome, module=with_torch(module), hits=(*outcome.hits, *hits), added=names)
 
@@ -151,20 +156,12 @@ class StackedExperts(SitePass):
             editor.drop(body[position])
         editor.below(body[place], code, spaced=bool({*range(place)} - {*loop.superseded}))
 
-    def _with_init(
-        self, module: Module, anatomy: Anatomy, names: Sequence[str], lists: Sequence[ExpertList]
-    ) -> tuple[Module, list[Hit]]:
-        """Adds to every `_init_weights` the initialisation of the stacks, which is that of linear layers."""
+    def _with_init(self, module: Module, anatomy: Anatomy, names: Sequence[str]) -> tuple[Module, list[Hit]]:
+        """Adds to every `_init_weights` the initialisation of the stacks, each slice by that of linear layers."""
         hits: list[Hit] = []
-        has_bias = {name: experts.bias == BIAS for name, experts in zip(names, lists, strict=True)}
-        for info in initialising_classes(anatomy, module):
-            try:
-                rule = read_linear_init(anatomy, info)
-            except Missed as miss:
-                site = Site(f"{info.name}.{METHOD}", info.name, info.node.lineno, "initialises the experts")
-                raise PassMismatch(self._miss_message([(site, miss)])) from miss
+        for info in _initialising_classes(anatomy, module):
             block = module.block(info.name)
-            module = module.swap(block, _initialised(block, info, rule, has_bias, self.mark))
+            module = module.swap(block, _initialised(block, info, names, self.mark))
             hits.append(Hit(f"{info.name}.{METHOD}", info.node.lineno, "initialises the stacks like linear layers"))
         return module, hits
 
@@ -194,17 +191,26 @@ def _stacked_name(anatomy: Anatomy, block: str) -> str:
     return wanted
 
 
-def _initialised(block: Block, info: ClassInfo, rule: LinearInit, has_bias: Mapping[str, bool], mark: str) -> Block:
-    """The model class with an `_init_weights` that initialises stacks by its `rule` for linear layers; `has_bias` says of
-    each class of stacks whether it has biases."""
+def _initialising_classes(anatomy: Anatomy, module: Module) -> list[ClassInfo]:
+    """The model classes whose `_init_weights` must handle new modules: base classes, and overrides that do not call super."""
+    classes: list[ClassInfo] = []
+    for name in anatomy.models_in(module):
+        info = anatomy.classes[name]
+        is_root = not any(base in anatomy.classes and anatomy.is_model(base) for base in info.bases)
+        method = info.methods.get(METHOD)
+        if is_root or (
+            method is not None and not any(dotted(call.func) == f"super.{METHOD}" for call in calls(method))
+        ):
+            classes.append(info)
+    return classes
+
+
+def _initialised(block: Block, info: ClassInfo, names: Sequence[str], mark: str) -> Block:
+    """The model class with an `_init_weights` that initialises stacks, of the classes `names`."""
     method = info.methods.get(METHOD)
     argument = method.args.args[1].arg if method is not None else "module"
-    code = ""
-    for with_bias in sorted(set(has_bias.values())):
-        names = [name for name, known in has_bias.items() if known is with_bias]
-        code += f"if isinstance({argument}, {names[0] if len(names) == 1 else '(' + ', '.join(names) + ')'}):\n"
-        code += "".join(f"    nn.init.{rule.writer}({argument}.{weight}, {rule.arguments})\n" for weight in WEIGHTS)
-        code += "".join(f"    nn.init.zeros_({argument}.{bias})\n" for bias in BIASES if with_bias)
+    kinds = names[0] if len(names) == 1 else f"({', '.join(names)})"
+    code = f"if isinstance({argument}, {kinds}):\n    {argument}.initialise(self.{METHOD})\n"
     if method is not None:
         return insert_first(block, METHOD, code, mark)
     inherited = f"def {METHOD}(self, module):\n    super().{METHOD}(module)\n"

@@ -7,8 +7,7 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.row_reader import LENGTHS_TEST
-from patchgen.anatomy.towers import ChunkedConvolution, LayerLoop, chunked_convolution, layer_loop
+from patchgen.anatomy.towers import LENGTHS_TEST, ChunkedConvolution, LayerLoop, chunked_convolution, layer_loop
 from patchgen.passes.base import LeftAlone, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import Editor
 from patchgen.source import Block, Module

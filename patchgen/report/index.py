@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from patchgen.anatomy.census import UNREAD
 from patchgen.commands.models_page import rank_results
 from patchgen.report import proofs
 from patchgen.report.model import hues
@@ -25,7 +24,7 @@ class ModelRow:
         differs: the committed files that are not what generation gives now.
         passes: the number of hits of each pass.
         notes, changed: how many notes the passes wrote, and how many lines the generated file changes.
-        unread: how many names of the training path the census could not read (`census.UNREAD`).
+        not_run: how many ranges of lines no proof ran.
         ranks: as `rank_results` returns it.
         files: kind -> path relative to the page.
     """
@@ -39,7 +38,7 @@ class ModelRow:
     passes: dict[str, int]
     edits: tuple[str, ...]
     notes: int
-    unread: int
+    not_run: int
     changed: int
     ranks: dict[str, str]
     files: dict[str, str]
@@ -62,7 +61,7 @@ def row(name: str, folder: Path, refusal: str = "", differs: Sequence[str] = ())
         passes=hits,
         edits=tuple(f"{hit['site']}: {hit['what']}" for hit in edits),
         notes=sum(len(step["notes"]) for step in passes.values()),
-        unread=sum(reason.startswith(UNREAD) for reason in model.record.get("census", {}).values()),
+        not_run=len((model.current_proof or {}).get("not_run", ())),
         changed=model.changed_lines,
         ranks=rank_results(model),
         files={

@@ -72,7 +72,10 @@ def _in_one_process(proof: ProofRecord) -> list[Table]:
         **proof.get("not_compared", {}),
         **proof.get("refused_inputs", {}),
         **proof.get("refused_variants", {}),
+        **{f"case {name}": reason for name, reason in proof.get("left_out", {}).items()},
     }
+    if changed := proof.get("changed_inputs"):
+        left_out["the caller's batch"] = f"a step changes {', '.join(changed)} in place, as upstream's does"
     if not_run := proof.get("not_run"):
         left_out["lines that no proof ran"] = ", ".join(not_run)
     rows = (

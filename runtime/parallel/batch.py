@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from patchgen.runtime.compatibility import why_not_in_layout
 from patchgen.runtime.parallel import token_types
 from patchgen.runtime.parallel.batch_fields import IGNORED, RULES, rule_of
 
@@ -54,16 +55,22 @@ def slice_batch(
         `max_length_k` (int). Where there are positions, an attention mask without zeros is dropped. `real_tokens` is included if
         any token of the full batch is padding, according to that argument, to the mask, or because it is added here.
 
+    Masks of another form than `(B, S)`, four-dimensional or one per kind of layer, are passed through with `sp=1`.
+
     Raises:
         ValueError: there are no tokens, a slice of a batch with grids has no positions and no model to compute them, documents
-            do not match the positions or the batch, or token types do not match the tokens.
+            do not match the positions or the batch, token types do not match the tokens, a mask cannot be sliced, or by the proof
+            of its file the model does not bear slices.
     """
     out = dict(batch)
     tokens = out.get("input_ids", out.get("inputs_embeds"))
     if tokens is None:
         raise ValueError(f"The batch has neither input_ids nor inputs_embeds, only {sorted(batch)}.")
+    if model is not None and (reason := why_not_in_layout(type(model), ranks=sp, sp=sp)):
+        raise ValueError(f"{type(model).__name__}: {reason}")
     B, S = tokens.shape[:2]
     padding = -S % sp
+    built_mask = _pop_built_mask(out, B, S, is_sliced=sp > 1)
     token_types.require_agreement(out, model)
 
     lengths = out.pop("cu_seq_lens_q", None)
@@ -91,7 +98,24 @@ def slice_batch(
             rule = rule_of(name, out)
             fill = pad_token_id if name == "input_ids" else rule.pad_value
             out[name] = rule.local_part(out[name], sp=sp, sp_rank=sp_rank, fill=fill)
-    return out
+    return out | built_mask
+
+
+def _pop_built_mask(out: dict[str, Any], B: int, S: int, *, is_sliced: bool) -> dict[str, Any]:
+    """The attention mask, removed from the batch, if it is one that a model would build from `(B, S)`: of queries by keys, or a
+    dict of such by kind of layer. It does not say which tokens are padding, and cannot be sliced."""
+    mask = out.get("attention_mask")
+    if mask is None or (isinstance(mask, Tensor) and mask.shape == (B, S)):
+        return {}
+    if is_sliced:
+        found = (
+            f"one of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__} of masks"
+        )
+        raise ValueError(
+            f"attention_mask must be ({B}, {S}), 0 where a token is padding, for a batch that is sliced by sequence parallelism; "
+            f"found {found}. To fix: pass that, or positions that restart where documents begin (cu_seq_lens_q), or sp=1."
+        )
+    return {"attention_mask": out.pop("attention_mask")}
 
 
 def _shifted(labels: Tensor, starts: Tensor) -> Tensor:
@@ -155,7 +179,7 @@ def _real_tokens(real_tokens: Tensor | None, attention_mask: Tensor | None, B: i
     real = torch.ones(B, S, dtype=torch.bool)
     for mask in (real_tokens, attention_mask):
         if mask is not None:
-            real &= mask.bool()
+            real = real.to(mask.device) & mask.bool()
     return real
 
 

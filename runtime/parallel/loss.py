@@ -104,9 +104,6 @@ def _within(step: Step) -> Iterator[None]:
         context.step = before
 
 
-LOCAL_TERMS = "local_loss_terms"
-"""Attribute of a generated head: source of the terms of its loss that depend on one rank's tokens only."""
-
 OWN_LOSS = "own_loss"
 """Attribute of a generated head whose loss is upstream's mean over a call: the source of that loss."""
 
@@ -125,10 +122,8 @@ def upstream_labels(head: type | None, batch: dict[str, Any]) -> dict[str, Any]:
 def why_not_additive(head: object) -> str:
     """Why the loss of a generated head (class or model) is not a sum of shares; "" if it is one."""
     name = head.__name__ if isinstance(head, type) else type(head).__name__
-    if own_loss := getattr(head, OWN_LOSS, ()):
-        return upstream_mean_message(name, *own_loss)
-    terms = getattr(head, LOCAL_TERMS, ())
-    return _local_terms_message(name, terms) if terms else ""
+    own_loss = getattr(head, OWN_LOSS, ())
+    return upstream_mean_message(name, *own_loss) if own_loss else ""
 
 
 def upstream_mean_message(name: str, source: str) -> str:
@@ -137,20 +132,6 @@ def upstream_mean_message(name: str, source: str) -> str:
         f"{name} computes a loss of its own, {source}, upstream's mean over one call, which cannot be summed over ranks or "
         "micro-batches. To fix: train it without a parallel state, or pass no labels."
     )
-
-
-def _local_terms_message(name: str, terms: tuple[str, ...]) -> str:
-    return (
-        f"{name} adds {', '.join(terms)} to its loss, which depends on the tokens of one rank: its values on several ranks or "
-        "micro-batches do not sum to its value for the step. To fix: train on one rank with one micro-batch per step, or "
-        "without that term."
-    )
-
-
-def require_shares(terms: tuple[str, ...], state: ParallelState) -> None:
-    """Raises ValueError if a loss with terms of one rank's tokens would be summed over ranks or micro-batches."""
-    if terms and (state.config.world > 1 or current_step().num_micro_batches > 1):
-        raise ValueError(_local_terms_message("The model", terms))
 
 
 def in_step() -> bool:

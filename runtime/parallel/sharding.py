@@ -22,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from patchgen.runtime import kept_dtypes
+from patchgen.runtime.compatibility import why_not_in_layout
 from patchgen.runtime.parallel import (
     checkpointing,
     exchange_reduce,
@@ -73,6 +74,7 @@ def shard_model(
     expert_parameters: Sequence[str] | None = None,
     layer_classes: Iterable[str] | None = None,
     options: ShardingOptions | None = None,
+    obeys_proof: bool = True,
 ) -> nn.Module:
     """Shards the parameters of `model` over the ranks, in place; also on the meta device.
 
@@ -82,12 +84,16 @@ def shard_model(
         layer_classes: class names of the layers that are gathered one at a time; by default transformers'
             `_no_split_modules`, else the elements of the model's module lists.
         options: see `ShardingOptions`.
+        obeys_proof: refuse these ranks if the proof of the model's file observed that it does not bear them. A proof on ranks
+            does not: it finds out.
 
     Raises:
         ValueError: a path or class that matches nothing, experts that do not divide by `ep`, a parameter without a
-            dimension, or a loss that is not a sum of shares on several ranks.
+            dimension, a loss that is not a sum of shares on several ranks, or ranks that the model does not bear.
     """
     options = options or ShardingOptions()
+    if obeys_proof:
+        require_layout(type(model), ranks=state.config.world, sp=state.sp)
     if scalars := [name for name, parameter in model.named_parameters() if parameter.ndim == 0]:
         raise ValueError(
             f"Parameters without a dimension cannot be sharded: {', '.join(scalars)}. To fix: give them the shape (1,) in the "
@@ -112,6 +118,18 @@ def shard_model(
     setattr(model, HOST_MEMORY, options.cpu_offload)
     row_lengths.install(model)
     return model
+
+
+def require_layout(model_class: type[nn.Module], *, ranks: int, sp: int) -> None:
+    """Refuses ranks, of which `sp` share a sequence, that a model does not bear by what the proof of its file observed.
+
+    For trainers that shard parameters themselves; `shard_model` calls it. Nothing is sent.
+
+    Raises:
+        ValueError: with the line of the generated file.
+    """
+    if reason := why_not_in_layout(model_class, ranks=ranks, sp=sp):
+        raise ValueError(f"{model_class.__name__}: {reason}")
 
 
 def _make_units(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -15,9 +16,12 @@ from patchgen.runtime import attention, attention_kinds
 from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.attention_calls import FLOAT32, dtype_features
 from patchgen.runtime.attention_kinds import Kind, Names
+from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel import report
 from patchgen.runtime.train.recipe import RecipeError
+from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS
 from patchgen.runtime.verify.training_path import find_attention_kinds
+from patchgen.runtime.verify.verdict import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -121,12 +125,24 @@ def kinds_of(
     """The kinds of attention layers of a model: features from its small form and the dtype, head sizes and counts
     from the model itself.
 
-    A layer that the small form did not run is assumed to need every feature that any other needs.
+    A layer that the small form did not run is assumed to need every feature that any other needs. Without a small form that
+    runs all are assumed to need every feature there is, which a warning says.
     """
-    small_kinds = tuple(find_attention_kinds(head, config) if small_kinds is None else small_kinds)
+    any_features: tuple[str, ...] | None = None
+    try:
+        small_kinds = tuple(find_attention_kinds(head, config) if small_kinds is None else small_kinds)
+    except UPSTREAM_REFUSALS as refusal:
+        reraise_machine_failure(refusal)
+        small_kinds, any_features = (), attention.FEATURES
+        warnings.warn(
+            f"No small form of this config runs ({one_line(f'{type(refusal).__name__}: {refusal}')}): the attention is chosen as "
+            f"if each layer of {head.__name__} needed {', '.join(any_features)}.",
+            stacklevel=2,
+        )
     groups = _layer_groups(head, json.dumps(config.to_dict()))
     known = {kind.layers for kind in small_kinds}
-    any_features = tuple(name for name in attention.FEATURES if any(name in kind.features for kind in small_kinds))
+    if any_features is None:
+        any_features = tuple(name for name in attention.FEATURES if any(name in kind.features for kind in small_kinds))
     kinds = [
         replace(kind, head_size=group.head_size, count=group.count)
         for kind in small_kinds

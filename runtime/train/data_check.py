@@ -89,9 +89,8 @@ def require_lengths(recipe: Recipe, parts: setup.DataParts) -> None:
                 longs = [
                     _too_long(preparer, index, open_source(one), looked_at) for index, one in enumerate(config.sources)
                 ]
-            first = longs[0] if longs else None
-            if first is not None and all(longs):
-                where, reason = first
+            if all(longs):
+                where, reason = longs[0]
                 raise RecipeError(
                     f"{name}: no sample fits a batch: of the first {looked_at} of each source every one is longer than "
                     f"{name}.max_length or {name}.tokens_per_batch and would be skipped (first: {where}: {reason}). To fix: raise "

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from patchgen.runtime.train import plots, run_log
+from patchgen.runtime.train.recipe import changed
 from patchgen.runtime.train.records import Listener, RunStart, StepRecord, Summary
 from patchgen.runtime.train.view import ENDINGS, headline
 
@@ -92,8 +93,14 @@ def page(
         sources=totals_by_source(entries),
         data=data,
         report=start.report,
-        recipe=json.dumps(start.recipe, indent=1),
+        changed=[(key, _as_yaml(value)) for key, value in changed(start.recipe).items()],
+        recipe=yaml.safe_dump(start.recipe, sort_keys=False),
     )
+
+
+def _as_yaml(value: Any) -> str:
+    """A value of a recipe in one line, as `--set` takes it."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
 
 
 def figures(entries: list[dict[str, Any]]) -> list[tuple[str, str]]:

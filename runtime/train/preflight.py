@@ -2,9 +2,10 @@
 
     model.source = 'some_model': proven, eager only: packed rows: other tokens in one document change the logits of others ...
 
-Two questions, on the CPU, with models of a few thousand parameters:
+Three questions, on the CPU, with models of a few thousand parameters:
 
     the type      is its head proven, as `patchgen verify` and `patchgen sweep` prove it?
+    the layout    for several ranks: does it agree on two with FSDP, and with shared experts or sequences if the recipe has them?
     the recipe    does the recipe's config, shrunk, agree with upstream, with the attention and kernels that the recipe names?
 
 The result is cached in ~/.cache/patchgen/preflight, keyed by everything it depends on.
@@ -43,10 +44,12 @@ from patchgen.runtime.verify.comparison import train_step
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.observe.facts import Fact, from_records, reason_against
-from patchgen.runtime.verify.shrink import shrink, with_dropout
+from patchgen.runtime.verify.ranks import CaseFailed
+from patchgen.runtime.verify.shrink import shrink, why_padding_has_no_row, with_dropout
 from patchgen.runtime.verify.slices import refusal_on_ranks
-from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS, small_config
-from patchgen.runtime.verify.training_path import cpu_attention, find_attention_kinds, prove_training_path
+from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS, SmallConfigError, small_config
+from patchgen.runtime.verify.training_path import cpu_attention, prove_training_path
+from patchgen.runtime.verify.two_ranks import compare_on_two_ranks
 from patchgen.runtime.verify.verify_model import judge
 
 if TYPE_CHECKING:
@@ -102,6 +105,8 @@ def decide_trainable(recipe: Recipe, world: int = 1) -> Recipe:
         raise RecipeError(
             f"train.batches_per_step = {recipe.train.batches_per_step}, parallel.sp = {recipe.parallel.sp}: {reason}"
         )
+    if reason := why_padding_has_no_row(_head_and_config(recipe)[1]):
+        raise RecipeError(f"model.source = '{recipe.model.source}': {reason}")
     decision = examine(recipe)
     if decision.refusal:
         raise RecipeError(f"model.source = '{recipe.model.source}': {decision.refusal}")
@@ -118,6 +123,8 @@ def decide_trainable(recipe: Recipe, world: int = 1) -> Recipe:
     ranks = max(world, math.lcm(section.sp, section.ep) * section.dp_replicate)
     if refusal := reason_against(decision.facts, ranks=ranks, sp=section.sp):
         raise RecipeError(f"model.source = '{recipe.model.source}': {refusal}")
+    if ranks > 1 and (refusal := two_ranks_refusal(recipe, decision.separates_documents)):
+        raise RecipeError(f"model.source = '{recipe.model.source}': {refusal}")
     if decision.separates_documents and recipe.model.separate_documents is False:
         raise RecipeError(
             f"model.separate_documents = false: in packed rows '{recipe.model.source}' would see other documents. Remove "
@@ -130,11 +137,46 @@ def decide_trainable(recipe: Recipe, world: int = 1) -> Recipe:
 def _refusal_on_ranks(recipe: Recipe, attention_name: Names, *, shares_sequence: bool) -> str:
     """Why the model, shrunk, refuses several ranks or sequence slices with the run's attention; "" if it does not."""
     head, config = _head_and_config(recipe)
-    attention_name = cpu_attention(attention_name, find_attention_kinds(head, config), config)
+    attention_name = cpu_attention(attention_name, attention_choice.kinds_of(head, config), config)
     attention.register()
     small = _shrunk_config(head, config)
     model = head._from_config(small, attn_implementation=attention_name, dtype=torch.float32)
     return refusal_on_ranks(model, shares_sequence=shares_sequence)
+
+
+def two_ranks_refusal(recipe: Recipe, separates: DocumentSeparation) -> str:
+    """Why the model cannot train on ranks as this recipe lays them out, in the words of its proof on two; empty if it can.
+
+    What was compared comes from the record beside the generated file, or from the cache; the rest is compared now, on two
+    processes of this machine. A layout that is refused by a type's small config is left to the run's own checks.
+
+    Raises:
+        RecipeError: the machine failed while they were compared.
+    """
+    head, config = _head_and_config(recipe)
+    generated = architecture.generated_model_of(head)
+    if _upstream_class(generated, head) is None:
+        return ""
+    section = recipe.parallel
+    layouts = ("fsdp2", *(["ep2"] if section.ep > 1 else []), *(["sp2"] if section.sp > 1 else []))
+    reasons = report.read_two_ranks(generated.directory, generated.file, head.__name__)
+    if reasons is None:
+        parts = {"two ranks": head.__name__, "files": _file_hashes(head, config), "separates": separates}
+        path = _cache_folder() / f"{_hash_of(parts)}.json"
+        reasons = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        try:
+            missing = [layout for layout in layouts if layout not in reasons]
+            found = compare_on_two_ranks(generated, head.__name__, separates=separates, layouts=missing)
+        except CaseFailed as failure:
+            raise RecipeError(
+                f"model.source = '{recipe.model.source}': it could not be compared on two processes of this machine, as a run on "
+                f"several ranks requires: {verdict.one_line(failure.first_error)} To fix: free memory, and start it again."
+            ) from failure
+        reasons |= {layout: verdict.one_line(result.reason) for layout, result in found.items()}
+        if missing:
+            _write_cache(path, reasons)
+    told = verdict.on_two_ranks({layout: reasons.get(layout, "") for layout in layouts})
+    return "" if told.status == verdict.PROVEN else told.words
 
 
 def examine(recipe: Recipe) -> Preflight:
@@ -159,17 +201,21 @@ def examine(recipe: Recipe) -> Preflight:
         )
     if media and not decision.refusal:
         decision = with_modalities(decision, head, config)
+    _write_cache(path, asdict(decision))
+    return decision
+
+
+def _write_cache(path: Path, content: Mapping[str, object]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(decision)), encoding="utf-8")
+        temporary.write_text(json.dumps(content), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         warnings.warn(
             f"The verdict cannot be cached, so each start computes it again, which takes seconds: {verdict.one_line(error)}",
             stacklevel=2,
         )
-    return decision
 
 
 def _head_and_config(recipe: Recipe) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
@@ -276,7 +322,10 @@ def _has_current_attention(recorded: TrainingRecord, config_class: type[PreTrain
 
 def _is_default(config: PreTrainedConfig) -> bool:
     """Whether a config shrinks to the one that its type was proven with."""
-    return shrink(config).config.to_dict() == small_config(type(config)).config.to_dict()
+    try:
+        return shrink(config).config.to_dict() == small_config(type(config)).config.to_dict()
+    except SmallConfigError:  # told by `_shrunk_config`
+        return False
 
 
 def _shrunk_config(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
@@ -314,10 +363,8 @@ def _cache_key(
     media: bool,
     dtype: torch.dtype,
 ) -> str:
-    modules = [architecture.file_of(head), *part_files(head, config)]
-    files = [file for module in modules for file in sorted(module.parent.glob("*.py"))]  # with custom configurations
     parts = {
-        "files": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
+        "files": _file_hashes(head, config),
         "head": head.__name__,
         "compared": _upstream_class(architecture.generated_model_of(head), head) is not None,
         "config": config.to_dict(),
@@ -326,10 +373,21 @@ def _cache_key(
         "seams": dict(named_seams),
         "media": media,
         "dtype": str(dtype),
-        "code": _code_hash(),
-        "versions": [torch.__version__, transformers.__version__],
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return _hash_of(parts)
+
+
+def _file_hashes(head: type[PreTrainedModel], config: PreTrainedConfig) -> list[str]:
+    """Of the generated files that a head and its parts are from, and of the configurations beside them."""
+    modules = [architecture.file_of(head), *part_files(head, config)]
+    files = [file for module in modules for file in sorted(module.parent.glob("*.py"))]
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+
+
+def _hash_of(parts: Mapping[str, object]) -> str:
+    """A hash of these, of the code that compares, and of the releases."""
+    everything = {**parts, "code": _code_hash(), "versions": [torch.__version__, transformers.__version__]}
+    return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def _cache_folder() -> Path:

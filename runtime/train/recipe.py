@@ -354,6 +354,12 @@ def flatten(values: Mapping[str, Any] | Mapping[int, Any], prefix: str = "") -> 
     return flattened
 
 
+def changed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value of what a recipe, as `to_dict` gives it, sets to something else than the default. A section that is not
+    there by default is named even if it has defaults only."""
+    return flatten(TypeAdapter(Recipe).dump_python(from_dict(values), mode="json", exclude_defaults=True))
+
+
 def section_type(kind: Any) -> type | None:
     """The dataclass in an annotation: alone, optional, or in a tuple, list or dict."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):

@@ -17,6 +17,7 @@ import dataclasses
 import importlib
 import json
 import math
+import uuid
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepR
 from patchgen.runtime.train.sources import SourceFigures
 
 STEPS, SUMMARY, EXPERTS = "steps.jsonl", "summary.json", "experts.json"
+TRACKED = "wandb_id"
 SHOWN_BYTES = 60
 """Bytes of a broken line that an error shows."""
 
@@ -181,7 +183,11 @@ class Tracker(Listener):
         if self.kind == "tensorboard":
             self._writer = self._package.SummaryWriter(self.directory / "tensorboard", purge_step=start.first_step + 1)
         else:
-            self._package.init(project=self.project, name=start.name, config=start.recipe)
+            # wandb: one run over restarts and requeues; steps that it has already it leaves as they are.
+            options: dict[str, Any] = {}
+            if self.kind == "wandb":
+                options = {"id": tracked_id(self.directory), "resume": "allow", "dir": str(self.directory)}
+            self._package.init(project=self.project, name=start.name, config=start.recipe, **options)
         self._is_open = True
 
     def on_step(self, record: StepRecord) -> None:
@@ -201,6 +207,18 @@ class Tracker(Listener):
             return
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+
+
+def tracked_id(directory: Path) -> str:
+    """The id of this run for a tracker that knows runs by one: drawn at the first start, and kept in the run's folder, which
+    `--fresh` moves away."""
+    path = directory / TRACKED
+    known = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+    if not known:  # also if a full disk or a kill left the file empty
+        known = uuid.uuid4().hex[:12]
+        with writing(path, None):
+            path.write_text(f"{known}\n", encoding="utf-8")
+    return known
 
 
 def _source_values(prefix: str, sources: dict[str, SourceFigures] | None) -> dict[str, float]:

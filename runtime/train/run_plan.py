@@ -52,17 +52,10 @@ def require_valid(recipe: Recipe, world_size: int) -> None:
     Raises:
         RecipeError: sizes do not fit the number of ranks, options contradict each other, or a kernel cannot run here.
     """
-    layout = models.parallel_config(recipe.parallel, world_size)
-    train = recipe.train
-    micro_batches_per_step(train.batches_per_step, layout.num_batches, router_loss=train.router_loss)
+    layout, train = require_layout(recipe, world_size), recipe.train
     choose.require_valid(recipe)
     if train.cuda_graph:
         captured.require_replayable(recipe, layout)
-    if recipe.eval_data is not None:
-        try:
-            micro_batches_per_step(train.eval_batches, layout.num_batches)
-        except RecipeError as error:
-            raise RecipeError(str(error).replace("batches_per_step", "eval_batches")) from error
     attention_choice.require_available(recipe.model.attention)
     models.require_kernels(recipe.kernels)
     for kind in recipe.log.trackers:
@@ -100,6 +93,22 @@ def require_valid(recipe: Recipe, world_size: int) -> None:
             "most updates round to nothing. Set model.dtype: float32; layers compute in parallel.param_dtype.",
             stacklevel=2,
         )
+
+
+def require_layout(recipe: Recipe, world_size: int) -> ParallelConfig:
+    """The layout of `world_size` ranks; needs neither their devices nor the model.
+
+    Raises:
+        RecipeError: the sizes or the batches of a step do not fit this number of ranks.
+    """
+    layout, train = models.parallel_config(recipe.parallel, world_size), recipe.train
+    micro_batches_per_step(train.batches_per_step, layout.num_batches, router_loss=train.router_loss)
+    if recipe.eval_data is not None:
+        try:
+            micro_batches_per_step(train.eval_batches, layout.num_batches)
+        except RecipeError as error:
+            raise RecipeError(str(error).replace("batches_per_step", "eval_batches")) from error
+    return layout
 
 
 def require_valid_on_some_ranks(recipe: Recipe) -> None:

@@ -11,18 +11,22 @@
 | file | does |
 | --- | --- |
 | `small_config.py` | a small config from any config class, with `small_*.py` and the rules of `field_*.py` |
-| `inputs.py` | the fixed text inputs: plain, padded, packed |
+| `inputs.py` | the fixed text inputs: plain, padded, packed, and the batch of another caller than patchgen's trainer |
 | `multimodal_inputs.py` | batches with images, videos and audio, with `media_samples.py`, `media.py` |
 | `model_pair.py` | builds both models with the same weights and compares their structure |
 | `correspondence.py` | upstream's tensors by our names: lists of experts become stacks |
 | `comparison.py` | one training step, and the differences between two |
 | `conditioning.py` | how far rounding alone moves a step |
+| `large_weights.py` | weights of experts, MLPs and the head on which clamps and caps bite |
+| `bf16.py` | both models in bf16, in units of upstream's own error |
 | `seam_proof.py` | the kernels behind the seams |
 | `round_trip.py` | checkpoints from one class to the other |
 | `proof.py` | puts these together for one config |
-| `training_path.py` | the same with the attention, kernels and batches of a run, with `training_checks.py` |
+| `training_path.py` | the same with the attention, kernels and batches of a run |
+| `training_checks.py` | each of its checks, on the steps of `training_steps.py` |
 | `observe/` | what a step reads, computes from lengths and keeps, and the layouts that this leaves |
 | `verify_model.py` | one model with all its variants: `verify_model("qwen3_moe")` |
+| `two_ranks.py` | a class on two ranks: FSDP2, shared experts, a shared sequence; `parallel_coverage.py` sweeps over types |
 | `media_ranks.py` | one model on gloo ranks (`ranks.py`) against upstream's on one (`reference_model.py`) |
 | `mutants.py` | verdicts on changed upstream sources, with `mutants_on_ranks.py` |
 | `report.py` | the table and `verify.json` |

@@ -27,6 +27,8 @@ class Step:
     """Every floating-point tensor of the model's output by its path: "loss", "logits", "aux_loss", ..."""
     gradients: Mapping[str, Tensor | None]
     """The gradient of every parameter, None if the step computed none."""
+    changed_inputs: tuple[str, ...] = ()
+    """Names of the tensors that the step changed in the batch of its caller."""
 
     @functools.cached_property
     def max_gradient_norm(self) -> float:
@@ -101,7 +103,17 @@ def train_step(model: nn.Module, case: Case, *, training: bool = True) -> Step:
     loss = outputs["loss"] if "loss" in outputs else _projection(outputs)
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return Step({name: tensor.detach() for name, tensor in outputs.items()}, gradients)
+    outputs = {name: tensor.detach() for name, tensor in outputs.items()}
+    return Step(outputs, gradients, changed_inputs(batch, case.batch))
+
+
+def changed_inputs(batch: Mapping[str, object], original: Mapping[str, object]) -> tuple[str, ...]:
+    """The names of the tensors of a batch that are no longer what they were."""
+    return tuple(
+        name
+        for name, tensor in original.items()
+        if isinstance(tensor, Tensor) and not (isinstance(now := batch[name], Tensor) and torch.equal(now, tensor))
+    )
 
 
 def floating_tensors(value: object, path: str = "") -> list[tuple[str, Tensor]]:

@@ -38,6 +38,11 @@ NUM_RESERVED_IDS = 32
 """The upper part of the small vocabulary is reserved for special tokens; inputs are drawn from below."""
 
 
+def first_reserved_id(vocab: int) -> int:
+    """The first reserved id of a small vocabulary; of less than twice `NUM_RESERVED_IDS` tokens half are reserved."""
+    return vocab - min(NUM_RESERVED_IDS, vocab // 2)
+
+
 @dataclass(frozen=True)
 class Rule:
     """Fields whose name matches `pattern` get `small(declared value)`."""

@@ -38,7 +38,7 @@ MAPPINGS = {
     BASE: "MODEL_MAPPING_NAMES",
 }
 """Kind -> transformers' mapping of its classes."""
-UNPACKED_CHECKS = ("plain", "padded right", "padded left")
+UNPACKED_CHECKS = ("plain", "padded right", "padded left", "large weights", "bf16")
 """The checks of a head that takes unpacked rows only."""
 PROJECTED_SIZE = 64
 DOCUMENT_BOUNDS = "cu_seq_lens_q"

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from patchgen.runtime.verify.field_semantics import is_special_id
 
 INDEX_LIST_NAME = re.compile(r".*(layers|_idxs|_ids|_indices|_indexes)$")
 
@@ -31,15 +33,19 @@ class LayerSelection:
     overrides: dict[str, list] = field(default_factory=dict)
 
 
-def select_layers(values: Mapping[str, Any], num_layers: int, min_layers: int) -> LayerSelection:
+def select_layers(
+    values: Mapping[str, Any], num_layers: int, min_layers: int, per_layer_names: Collection[str] | None = None
+) -> LayerSelection:
     """Keeps one layer of each kind.
 
     Args:
         values: the fields of the full config.
         num_layers: of the full config.
         min_layers: with fewer kinds than this, the last kind is repeated.
+        per_layer_names: the fields with an entry per layer; None: all lists of that length.
     """
-    per_layer = {name: value for name, value in values.items() if _is_per_layer(name, value, num_layers)}
+    names = lists_of_length(values, num_layers) if per_layer_names is None else per_layer_names
+    per_layer = {name: value for name, value in values.items() if name in names}
     indices = {name: value for name, value in values.items() if _is_index_list(name, value, num_layers)}
     kinds: dict[tuple, int] = {}
     for layer in range(num_layers):
@@ -60,15 +66,54 @@ def select_layers(values: Mapping[str, Any], num_layers: int, min_layers: int) -
     return LayerSelection(tuple(layers), overrides)
 
 
+def fields_per_layer(
+    values: Mapping[str, Any],
+    count_name: str,
+    declared_layers: object,
+    rebuild: Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any] | None],
+) -> tuple[str, ...]:
+    """The fields of a config that have an entry per layer, as its class shows with one layer more.
+
+    A list that the class then makes longer has one, and so has a list that the class refuses to be longer with as many layers.
+    A list that stays as long has none, unless that is the length of the class's own default. What shows neither (a list that
+    only a config sets) is taken by its length; of one layer, if it names its kind.
+
+    Args:
+        values: the fields of the full config.
+        count_name: the field with the number of layers.
+        declared_layers: its default.
+        rebuild: the fields of this config with other values, and without others; None if its class refuses that.
+    """
+    num_layers = values[count_name]
+    candidates = lists_of_length(values, num_layers)
+    longer = rebuild({count_name: num_layers + 1}, candidates) if candidates else None
+    per_layer = []
+    for name in candidates:
+        derived = longer.get(name) if longer is not None else None
+        length = len(derived) if isinstance(derived, (list, tuple)) else None
+        if length == num_layers and num_layers != declared_layers:
+            continue
+        value = values[name]
+        is_kind = num_layers > 1 or isinstance(value[0], str)
+        if length == num_layers + 1 or is_kind or rebuild({name: [*value, value[-1]]}, ()) is None:
+            per_layer.append(name)
+    return tuple(per_layer)
+
+
+def lists_of_length(values: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    """The fields that may have an entry per layer: lists of this length, of something else than layer numbers or token ids."""
+    return tuple(
+        name
+        for name, value in values.items()
+        if isinstance(value, (list, tuple))
+        and len(value) == num_layers
+        and not is_special_id(name)
+        and not _is_index_list(name, value, num_layers)
+    )
+
+
 def _is_index_list(name: str, value: object, num_layers: int) -> bool:
-    if not isinstance(value, (list, tuple)) or not value or not INDEX_LIST_NAME.match(name):
+    if not isinstance(value, (list, tuple)) or not value or not INDEX_LIST_NAME.match(name) or is_special_id(name):
         return False
     numbers = all(type(number) is int and 0 <= number < num_layers for number in value)
     return numbers and all(a < b for a, b in itertools.pairwise(value))
-
-
-def _is_per_layer(name: str, value: Any, num_layers: int) -> bool:
-    is_list = isinstance(value, (list, tuple)) and len(value) == num_layers
-    # With a single layer, a list of one number need not be per layer; a list of one name is its kind.
-    is_by_layer = num_layers > 1 or (is_list and isinstance(value[0], str))
-    return is_list and is_by_layer and not _is_index_list(name, value, num_layers)

@@ -37,3 +37,7 @@ class Layout:
         """The name in records: `4 ranks, sp 2, FSDP`."""
         shared = f"sp {self.sp}, ep {self.ep}" if self.ep > 1 else f"sp {self.sp}"
         return f"{self.ranks} ranks, {shared}, {'FSDP' if self.fsdp else 'whole parameters'}"
+
+
+TWO_RANKS = {"fsdp2": Layout(2, fsdp=True), "ep2": Layout(2, ep=2, fsdp=True), "sp2": Layout(2, sp=2, fsdp=True)}
+"""The layouts that "proven" depends on, by their keys in records."""

@@ -7,6 +7,7 @@ ranks, tokens over the ranks that share a sequence. Loss and every gathered grad
 
     images    several per sample, across the boundary of two slices, on one slice only, and a sample without
     video, audio, sound, mixed, text, packed
+    padding alone   the first rank has a sample, the others what the loader gives where no sample is left
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from patchgen.runtime import model_calls, parallel, seams
+from patchgen.runtime.data.collate import collate
 from patchgen.runtime.document_rows import DocumentSeparation
 from patchgen.runtime.parallel import batch, loss, media, sharding
 from patchgen.runtime.parallel.state import ParallelState
@@ -48,7 +50,9 @@ TOLERANCE = 1e-5
 """Relative, on the loss and on every gradient; beyond it, what rounding alone explains (`conditioning.py`)."""
 TIMEOUT = 60.0  # seconds: a batch that takes longer on the ranks hangs
 MIXED_RANKS = "one modality each"
-PACKED = "packed"
+PACKED, PADDING_ALONE = "packed", "padding alone"
+RICHEST_FIRST = ("mixed", "images", "audio", "video", "text")
+"""Batches by what is in them."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ def compare_case(
     full_batches, local_batch = case_inputs(reference, name, state)
     generated = reference.generated(separates)
     if fsdp:
-        sharding.shard_model(generated, state)
+        sharding.shard_model(generated, state, obeys_proof=False)
     actual = step_on_ranks(
         generated,
         local_batch,
@@ -120,17 +124,20 @@ def compare_case(
     return row | compare_steps(reference.model, lambda _model: step(), actual)
 
 
-def compare_all_cases(model: Subject, head: str, *, sp: int, ep: int, separates: DocumentSeparation) -> dict[str, Any]:
+def compare_all_cases(
+    model: Subject, head: str, *, sp: int, ep: int, separates: DocumentSeparation, cases: Sequence[str] | None = None
+) -> dict[str, Any]:
     """The worst differences over all batches of a model, up to the first that fails; runs on every rank.
 
     If several ranks hold batches, steps follow in which each rank has another modality (`mixed_steps`).
 
     Args:
         separates: whether documents are computed in rows of their own.
+        cases: names of batches; default: those of `case_names`.
     """
     reference = reference_model(model, head)
     rows = []
-    for name in case_names(model, head, has_several_batches=dist.get_world_size() > sp):
+    for name in cases or case_names(model, head, has_several_batches=dist.get_world_size() > sp):
         if name == MIXED_RANKS:
             steps = len(reference.builder.layouts) + 1
             rows += mixed_steps(model, head, sp=sp, ep=ep, num_steps=steps, separates=separates)
@@ -166,7 +173,7 @@ def mixed_steps(
     state = state_of(sp, ep)
     generated = reference.generated(separates)
     if fsdp:
-        sharding.shard_model(generated, state)
+        sharding.shard_model(generated, state, obeys_proof=False)
     optimizer = torch.optim.SGD(generated.parameters(), lr=1e-2)
     start = {name: tensor.clone() for name, tensor in reference.model.state_dict().items()}
     rows = []
@@ -304,6 +311,8 @@ def case_inputs(
     """
     if name == PACKED:
         return _packed_inputs(reference, state)
+    if name == PADDING_ALONE:
+        return _padding_inputs(reference, state)
     samples = reference.batches()[name]
     while len(samples) < state.config.num_batches:  # every batch index gets a sample
         samples = (*samples, reference.builder.sample([9]))
@@ -323,7 +332,7 @@ def _packed_inputs(reference: ReferenceModel, state: ParallelState) -> tuple[lis
     """The samples of the richest batch, padded or one by one for the reference, in one row for the ranks, because upstream does
     not separate documents in every kind of layer. All batch indices have the same row, only the first its labels."""
     batches = reference.batches()
-    samples = next(batches[name] for name in ("mixed", "images", "audio", "video", "text") if name in batches)
+    samples = next(batches[name] for name in RICHEST_FIRST if name in batches)
     padded = dict(reference.builder.case("mixed", samples).batch)
     case = reference.builder.packed(padded, samples)
     full_batches = [padded]
@@ -341,6 +350,16 @@ def _packed_inputs(reference: ReferenceModel, state: ParallelState) -> tuple[lis
     if state.batch_index:
         local_batch["labels"] = torch.full_like(local_batch["labels"], batch.IGNORED)
     return full_batches, local_batch
+
+
+def _padding_inputs(reference: ReferenceModel, state: ParallelState) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A sample of the richest batch for the first batch index, and for the others the loader's batch without samples."""
+    batches = reference.batches()
+    sample = next(batches[name] for name in RICHEST_FIRST if name in batches)[0]
+    inputs = dict(reference.builder.case(PADDING_ALONE, [sample]).batch)
+    if state.batch_index:
+        return [inputs], collate([], pad_to=None, pad_token_id=reference.pad_token_id)
+    return [inputs], inputs | {"position_ids": reference.positions(inputs)}
 
 
 def normalises_by_batch(model: nn.Module) -> bool:

@@ -91,11 +91,13 @@ def perturb(model: nn.Module, seed: int = SEED) -> None:
             tensor.add_((noise * spread).to(tensor))
 
 
-def build_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """A model in fp32 and training mode, with eager attention and experts and a seeded init; `config` is not changed."""
+def build_model(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """A model in training mode, with eager attention and experts and a seeded init; `config` is not changed."""
     torch.manual_seed(SEED)
     return model_class._from_config(
-        copy.deepcopy(config), attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+        copy.deepcopy(config), attn_implementation="eager", experts_implementation="eager", dtype=dtype
     ).train()
 
 

@@ -1,9 +1,9 @@
-"""Verdicts on changed upstream sources: the generator refuses them, or the generated file equals them.
+"""Verdicts on changed upstream sources: the generator refuses them, the proof tells them, or the generated file equals them.
 
     from patchgen.runtime.verify import mutants
 
     judge = mutants.Judge(upstream.load("qwen3_moe"))
-    judge.verdict(mutant)              # refused (by which pass), equal, wrong (what differs), or not_run
+    judge.verdict(mutant)              # refused (by which pass), told (by what), equal, wrong (what differs), or not run
 
 The changed file is imported as a module of upstream's own package. Loss and every gradient are compared in fp32:
 
@@ -11,12 +11,14 @@ The changed file is imported as a module of upstream's own package. Loss and eve
     seams    fused experts, the loss in chunks, the formulas of norm and rotary: within 1e-4, or what rounding explains
     run      the attention and kernels of a run, with the batch as the trainer passes it: the same tolerance
 
-`mutants_on_ranks.py` compares on two ranks.
+A difference is told if the proof that `patchgen verify` makes fails as well, and wrong if that proof would pass. A file that is
+equal here is told if an observed fact (`observe/`) limits its layouts. `mutants_on_ranks.py` compares on two ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import json
@@ -36,6 +38,7 @@ from patchgen.runtime.attention_kinds import Names
 from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.loss import upstream_labels
+from patchgen.runtime.verify import told, verify_model
 from patchgen.runtime.verify.changed_modules import changed_module, executed_lines
 from patchgen.runtime.verify.changed_upstream import raises_too, set_attention, training_attention
 from patchgen.runtime.verify.comparison import (
@@ -60,7 +63,7 @@ from patchgen.upstream import Upstream
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-REFUSED, EQUAL, WRONG, NOT_RUN = "refused", "equal", "wrong", "not run"
+REFUSED, TOLD, EQUAL, WRONG, NOT_RUN = "refused", "told", "equal", "wrong", "not run"
 TOLERANCE = 1e-4
 DOUBLE_TOLERANCE = 1e-6
 """Upstream's norms and softmax compute in fp32 also in a model of float64; a difference of formulas stays as large as it was."""
@@ -71,12 +74,14 @@ KERNELS = {"fused_moe": "torch", "causal_lm_loss": "chunked", **dict.fromkeys(FO
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a mutant: `kind`, and the refusal, what differs, or why it did not run."""
+    """The result of a mutant: `kind`, and the refusal, what is told, what differs, or why it did not run."""
 
     kind: str
     detail: str = ""
     by: str = ""
-    """The pass that refused it."""
+    """The pass that refused it, or what tells it: `told.PROOF`, `told.FACT` or `told.TWO_RANKS`."""
+    differs: str = ""
+    """If told or wrong: what differs in the judge's own comparisons; empty if nothing does."""
     files: Mapping[str, str] = field(default_factory=dict, repr=False)
     """If equal: the generated files, by name."""
     compared: tuple[str, ...] = ()
@@ -113,16 +118,17 @@ class Judge:
 
     Attributes:
         head: the class that is compared.
+        observes: whether steps of an equal class are observed, which takes as long as comparing it; else it counts as equal.
         left_out: comparisons in which even the unchanged file is unequal, and what differs there.
     """
 
-    def __init__(self, origin: Upstream, head: str | None = None) -> None:
-        self.origin = origin
+    def __init__(self, origin: Upstream, head: str | None = None, *, observes: bool = True) -> None:
+        self.origin, self.observes = origin, observes
         config = model_configs.config_for(origin.model)
         # Hit counts in a config are a second safety net; here the passes themselves are tested.
         self._config = replace(config, expect={k: v for k, v in config.expect.items() if not isinstance(v, int)})
-        baseline = pipeline.generate(origin, self._config)
-        self.head = head or _head(json.loads(baseline.provenance)["heads"], origin)
+        self._baseline = baseline = pipeline.generate(origin, self._config)
+        self.head = head or head_of(baseline, origin)
         upstream_class = getattr(importlib.import_module(origin.module), self.head)
         self._small = _config_of(upstream_class)
         self._cases = _cases(upstream_class, self._small)
@@ -153,18 +159,48 @@ class Judge:
             try:
                 generated = pipeline.generate(replace(self.origin, text=mutant.text), self._config)
             except PatchgenError as error:
-                return Verdict(REFUSED, one_line(error), _refusing_pass(str(error)))
-            provenance.write(generated, module.folder / "generated", force=True)
+                return Verdict(REFUSED, one_line(error), refusing_pass(str(error)))
+            folder = module.folder / "generated"
+            provenance.write(generated, folder, force=True)
             left_out = dict(self.left_out)
-            different = self._different(upstream, config, module.folder / "generated", expected, left_out)
+            different = self._different(upstream, config, folder, expected, left_out)
             if different and self._reads_uninitialised_memory(upstream):
                 return Verdict(NOT_RUN, "reads uninitialised memory")
+            is_asked = bool(different) or self.observes
+            tells = self._told(changed, folder, config, is_different=bool(different)) if is_asked else None
+        if tells is not None:
+            return Verdict(TOLD, tells.words, tells.by, different)
         if different:
-            return Verdict(WRONG, different)
+            return Verdict(WRONG, different, differs=different)
         compared = tuple(check.name for check in self._checks if check.name not in left_out)
         if not compared:
             return Verdict(NOT_RUN, "; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
         return Verdict(EQUAL, files=generated.files, compared=compared, left_out=left_out)
+
+    def _told(
+        self, changed: type[PreTrainedModel], folder: Path, config: PreTrainedConfig, *, is_different: bool
+    ) -> told.Told | None:
+        """What tells the change: of a class that differs its proof, of an equal one what is observed in its steps."""
+        try:
+            generated_class = getattr(registry.read_model(folder).load(), self.head)
+        except Exception as error:  # as upstream's changed class, which was loaded, does not
+            reraise_machine_failure(error)
+            return told.Told(told.PROOF, f"cannot be loaded: {one_line(error)}")
+        if not is_different:
+            found = told.observed(changed, generated_class, config)
+            return told.beyond(found, self._usual) if found.facts else None
+        found = told.findings(changed, generated_class, variants=(verify_model.BASE,))
+        if not (found.words or found.facts):
+            found = told.findings(changed, generated_class)
+        return told.beyond(found, self._usual) if found.words or found.facts else None
+
+    @functools.cached_property
+    def _usual(self) -> told.Findings:
+        """What the proof says of the unchanged file."""
+        with changed_module(self.origin.module, self.origin.text, {}) as module:
+            provenance.write(self._baseline, module.folder / "generated", force=True)
+            generated_class = getattr(registry.read_model(module.folder / "generated").load(), self.head)
+            return told.findings(getattr(module.load(), self.head), generated_class)
 
     def _reads_uninitialised_memory(self, upstream: PreTrainedModel) -> bool:
         """Whether upstream's step is not finite once torch fills the memory that it allocates with NaN."""
@@ -402,12 +438,15 @@ def _cases(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> tupl
     return (*texts.values(), step)
 
 
-def _head(heads: list[str], origin: Upstream) -> str:
+def head_of(generated: pipeline.Generated, origin: Upstream) -> str:
+    """The head that is compared: the first that takes media, else the first."""
+    heads = json.loads(generated.provenance)["heads"]
     module = importlib.import_module(origin.module)
     return next((head for head in heads if takes_media(getattr(module, head))), heads[0])
 
 
-def _refusing_pass(message: str) -> str:
+def refusing_pass(message: str) -> str:
+    """The pass that a refusal names, or how it begins."""
     parts = message.split("'")
     return parts[1] if message.startswith("The pass '") else message.split(":")[0][:40]
 

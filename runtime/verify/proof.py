@@ -4,22 +4,27 @@ Everything is compared in fp32, with eager attention and experts, from the same 
 
     structure    no live module of upstream's file, the same parameters and buffers by name, shape and dtype
     eager seams  outputs (loss, logits, router logits, ...) and every gradient, bit for bit; up to rounding where a list
-                 of experts became stacks
+                 of experts became stacks; and the caller's batch is as it was
     fused seams  loss and every gradient within 1e-4 relative, and the kernel was actually called
+                 with large weights (`large_weights.py`) and the batch of another caller than patchgen's trainer
+    extremes     one case with large weights in the eager form, too, and one in bf16 (`bf16.py`)
     round trip   each loads the checkpoint that the other saved, completely
 
-The path of a training run, with its own attention, kernels and packed rows, is compared in `training_path.py`.
+The path of a training run, with its own attention, kernels and packed rows, is compared in `training_path.py`, and the class
+on two ranks in `two_ranks.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from patchgen.runtime.verify import verdict
+from patchgen.runtime.failures import reraise_machine_failure
+from patchgen.runtime.verify import bf16, verdict
 from patchgen.runtime.verify.comparison import (
     EQUAL,
     Difference,
@@ -31,7 +36,8 @@ from patchgen.runtime.verify.comparison import (
     worst_of,
 )
 from patchgen.runtime.verify.conditioning import beyond_rounding
-from patchgen.runtime.verify.inputs import Case
+from patchgen.runtime.verify.inputs import OTHER_CALLER, Case
+from patchgen.runtime.verify.large_weights import large_weights
 from patchgen.runtime.verify.model_pair import ModelPair, build_pair, enable_checkpointing
 from patchgen.runtime.verify.observe import lines
 from patchgen.runtime.verify.round_trip import round_trip_problems
@@ -42,10 +48,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from patchgen.runtime.verify.training_path import TrainingPath
+    from patchgen.runtime.verify.two_ranks import LayoutResult
 
 REORDERING_TOLERANCE = 1e-6
 """The relative difference that passes where a list of experts became stacks, since one matrix product computes what two did;
 beyond it, what rounding alone explains."""
+LARGE_WEIGHTS, BF16 = "large weights", "bf16"
 NUM_NAMED = 3
 """How many failures of a kind are named; the others are counted."""
 
@@ -83,6 +91,10 @@ class Proof:
     """Variants that upstream's own config class refuses, with its reason."""
     refused_inputs: dict[str, str] = field(default_factory=dict)
     """Multimodal inputs that upstream's own class refuses, with its reason."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Cases that upstream's own class cannot compute, and why."""
+    changed_inputs: dict[str, None] = field(default_factory=dict)
+    """Names of tensors that a step changes in its caller's batch, upstream as well as generated."""
     not_compared: dict[str, str] = field(default_factory=dict)
     """Modalities that the head takes and no case contained, with the reason: the proof does not cover them."""
     inputs: tuple[str, ...] = ()
@@ -95,6 +107,8 @@ class Proof:
     """Config fields with a large value that no rule covers: they kept upstream's value."""
     training: TrainingPath | None = None
     """The comparison on the training path; None if there was none."""
+    two_ranks: Mapping[str, LayoutResult] | None = None
+    """The comparison on two ranks, by layout; None if there was none."""
     executed_lines: set[int] = field(default_factory=set)
     """Lines of the generated file that ran when it was built and in its cases."""
     not_run: tuple[str, ...] = ()
@@ -130,16 +144,18 @@ def prove(
     training: bool = True,
     implementations: Collection[str] | None = None,
     round_trip: bool = True,
+    extremes: bool = False,
 ) -> Proof:
     """Proves `generated_class` against `upstream_class` on one config.
 
     Args:
-        cases: the inputs; the fused seams run on the first.
+        cases: the inputs; the fused seams run on that of another caller, or on the first.
         variant: the name of this config in the record.
         gradient_checkpointing: whether both models recompute their layers in the backward pass.
         training: whether the models are in training mode; gradients are compared in either.
         implementations: names of the seam implementations to compare; None for all, empty for none.
         round_trip: whether checkpoints are exchanged.
+        extremes: whether a case is compared in bf16, and one with large weights, with which the seams are proven then.
     """
     proof = Proof(type(config).model_type, upstream_class.__name__)
     with lines.executed(inspect.getfile(generated_class)) as proof.executed_lines:
@@ -151,26 +167,18 @@ def prove(
     if gradient_checkpointing:
         enable_checkpointing(pair.upstream)
         enable_checkpointing(pair.generated)
-    first: tuple[Case, Step] | None = None
+    comparison = _Comparison(proof, pair, variant, training)
+    first: Case | None = None
+    through_seams: Case | None = None
     for case in cases:
-        upstream_step = functools.partial(_upstream_step, pair, case, training)
-        expected = upstream_step(pair.upstream)
-        with all_eager(), lines.executed(inspect.getfile(generated_class)) as run:
-            actual = train_step(pair.generated, case, training=training)
-        proof.executed_lines |= run
-        first = first or (case, expected)
-        outputs, gradients = compare_outputs(actual, expected), compare_gradients(actual, expected)
-        unequal = {name: deviation for name, deviation in outputs.items() if not deviation.is_equal}
-        unequal |= {
-            f"gradient of {name}": deviation for name, deviation in gradients.items() if not deviation.is_equal
-        }
-        if not pair.correspondence.is_identity:
-            beyond = {key: value for key, value in unequal.items() if not value.relative <= REORDERING_TOLERANCE}
-            unequal = beyond_rounding(beyond, actual, expected, pair.upstream, upstream_step)
-        proof.cases.append(_case_result(case.name, variant, outputs, gradients, expected))
-        proof.failures += _failures(f"case {case.name}, variant {variant}", unequal, expected)
+        comparison.run(case)
+        first = first or case
+        if case.name == OTHER_CALLER:
+            through_seams = case
     if first is not None and not proof.failures:
-        proof.seams = prove_seams(pair.generated, *first, implementations, training=training)
+        comparison.prove_seams(through_seams or first, implementations, large=extremes)
+        if extremes:
+            comparison.run_in_bf16(first, config)
         proof.failures += [
             f"seam {result.seam}={result.implementation}: {result.reason}"
             for result in proof.seams
@@ -189,13 +197,104 @@ def merge(proofs: Iterable[Proof]) -> Proof:
         first.cases += proof.cases
         first.failures += proof.failures
         first.refused_inputs |= proof.refused_inputs
+        first.changed_inputs |= proof.changed_inputs
         first.executed_lines |= proof.executed_lines
     return first
 
 
-def _upstream_step(pair: ModelPair, case: Case, training: bool, upstream: nn.Module) -> Step:
-    with all_eager():
-        return pair.correspondence.step(train_step(upstream, case, training=training))
+class _Comparison:
+    """Compares a pair of models on one case after the other, and adds what it finds to a proof."""
+
+    def __init__(self, proof: Proof, pair: ModelPair, variant: str, training: bool) -> None:
+        self.proof, self.pair, self.variant, self.training = proof, pair, variant, training
+
+    def run(self, case: Case, expected: Step | None = None) -> None:
+        """One case, with upstream's step if it is known."""
+        expected = expected or self._upstream_step(case, self.pair.upstream)
+        actual = self._generated_step(case, self.pair.generated)
+        outputs, gradients, unequal = _compared(actual, expected)
+        if not self.pair.correspondence.is_identity:
+            beyond = {key: value for key, value in unequal.items() if not value.relative <= REORDERING_TOLERANCE}
+            step = functools.partial(self._upstream_step, case)
+            unequal = beyond_rounding(beyond, actual, expected, self.pair.upstream, step)
+        self._add(case, outputs, gradients, unequal, actual, expected)
+
+    def prove_seams(self, case: Case, implementations: Collection[str] | None, *, large: bool) -> None:
+        """Each seam on a case: with large weights, after a comparison of the eager form, unless upstream's step overflows then."""
+        pair = self.pair
+        with large_weights(pair.upstream, pair.generated, pair.correspondence) if large else contextlib.nullcontext():
+            expected = self._upstream_step(case, pair.upstream)
+            is_finite = _is_finite(expected)
+            if large and is_finite:
+                self.run(replace(case, name=LARGE_WEIGHTS), expected)
+            if is_finite or not large:
+                self.proof.seams = prove_seams(pair.generated, case, expected, implementations, training=self.training)
+                return
+        self.proof.left_out[LARGE_WEIGHTS] = "upstream's own loss or logits are not finite."
+        self.prove_seams(case, implementations, large=False)
+
+    def run_in_bf16(self, case: Case, config: PreTrainedConfig) -> None:
+        """The case in bf16, from the same weights."""
+        pair = self.pair
+        with bf16.rounded(pair.upstream):
+            weights = pair.upstream.state_dict()
+            upstream = bf16.model_in_bf16(type(pair.upstream), config, weights)
+            case = replace(case, name=BF16, batch=bf16.inputs_in_bf16(case.batch))
+            try:
+                expected = self._upstream_step(case, upstream)
+            except Exception as error:  # an operation may have no form in bf16, or none on this device
+                reraise_machine_failure(error)
+                self.proof.left_out[case.name] = f"upstream's own class fails: {verdict.one_line_error(error)}"
+                return
+            if not _is_finite(expected):
+                self.proof.left_out[case.name] = "upstream's own loss or logits are not finite."
+                return
+            generated = bf16.model_in_bf16(type(pair.generated), config, pair.correspondence.to_generated(weights))
+            actual = self._generated_step(case, generated)
+            outputs, gradients, unequal = _compared(actual, expected)
+            if unequal and not pair.correspondence.is_identity:
+                exact = self._upstream_step(case, pair.upstream)
+                far = bf16.further_than_upstream(actual, expected, exact)
+                unequal = {key: value for key, value in unequal.items() if key in far}
+        self._add(case, outputs, gradients, unequal, actual, expected)
+
+    def _upstream_step(self, case: Case, upstream: nn.Module) -> Step:
+        with all_eager():
+            return self.pair.correspondence.step(train_step(upstream, case, training=self.training))
+
+    def _generated_step(self, case: Case, generated: nn.Module) -> Step:
+        with all_eager(), lines.executed(inspect.getfile(type(generated))) as run:
+            step = train_step(generated, case, training=self.training)
+        self.proof.executed_lines |= run
+        return step
+
+    def _add(
+        self,
+        case: Case,
+        outputs: Mapping[str, Difference],
+        gradients: Mapping[str, Difference],
+        unequal: Mapping[str, Difference],
+        actual: Step,
+        expected: Step,
+    ) -> None:
+        subject = f"case {case.name}, variant {self.variant}"
+        self.proof.cases.append(_case_result(case.name, self.variant, outputs, gradients, expected))
+        self.proof.failures += _failures(subject, unequal, expected)
+        self.proof.changed_inputs |= dict.fromkeys(expected.changed_inputs)
+        self.proof.failures += [
+            f"{subject}: the step changes its caller's '{name}' in place, upstream's does not."
+            for name in actual.changed_inputs
+            if name not in expected.changed_inputs
+        ]
+
+
+def _compared(
+    actual: Step, expected: Step
+) -> tuple[dict[str, Difference], dict[str, Difference], dict[str, Difference]]:
+    """The differences of outputs and of gradients, and those that are not equal by the names that failures give them."""
+    outputs, gradients = compare_outputs(actual, expected), compare_gradients(actual, expected)
+    named = outputs | {f"gradient of {name}": deviation for name, deviation in gradients.items()}
+    return outputs, gradients, {name: deviation for name, deviation in named.items() if not deviation.is_equal}
 
 
 def _case_result(
@@ -227,9 +326,14 @@ def _failures(subject: str, unequal: Mapping[str, Difference], expected: Step) -
             failures.append(f"{subject}: {kind} ... and {len(ranked) - NUM_NAMED} more.")
     if len(expected.parameters_without_gradient()) == len(expected.gradients):
         failures.append(f"{subject}: upstream's own step gives no parameter a gradient, so nothing was compared.")
-    if not all(tensor.isfinite().all() for key, tensor in expected.outputs.items() if key in ("loss", "logits")):
+    if not _is_finite(expected):
         failures.append(f"{subject}: upstream's own loss or logits are not finite.")
     return failures
+
+
+def _is_finite(step: Step) -> bool:
+    """Whether loss and logits are; other outputs may hold a mask."""
+    return all(bool(step.outputs[name].isfinite().all()) for name in ("loss", "logits") if name in step.outputs)
 
 
 def _describe(deviation: Difference) -> str:

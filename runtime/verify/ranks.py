@@ -14,10 +14,11 @@ import datetime
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -144,10 +145,24 @@ class RankPool:
             connection, remote = context.Pipe()
             arguments = (rank, self.world, str(store), self.collective_timeout, remote)
             process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
+            with _main_left_alone():
+                process.start()
             remote.close()
             self._processes.append(process)
             self._connections.append(connection)
+
+
+@contextlib.contextmanager
+def _main_left_alone() -> Iterator[None]:
+    """Within the block a new process does not import the main module, which may be a script that starts a training run."""
+    main = vars(sys.modules["__main__"])
+    before = {name: main[name] for name in ("__spec__", "__file__") if name in main}
+    main["__spec__"] = None
+    main.pop("__file__", None)
+    try:
+        yield
+    finally:
+        main |= before
 
 
 def _serve(rank: int, world: int, store: str, collective_timeout: float, connection: Connection) -> None:

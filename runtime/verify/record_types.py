@@ -154,7 +154,7 @@ class KindRecord(TypedDict):
 
 
 class CheckRecord(TypedDict):
-    """The relative differences of a check of the training path."""
+    """The relative differences of a check of the training path; in bf16 those from upstream's step in fp32."""
 
     loss: str
     logits: str
@@ -186,8 +186,23 @@ class TrainingRecord(TypedDict):
     """What was observed in its steps; in a row only what has an effect."""
 
 
+class LayoutResultRecord(TypedDict):
+    """The comparison in one layout of two ranks (`two_ranks.LayoutResult`); `difference` is "" if nothing was measured."""
+
+    difference: str
+    reason: str
+    applies: bool
+
+
+class TwoRanksRecord(TypedDict):
+    """The comparison on two ranks, and what it depends on."""
+
+    layouts: dict[str, LayoutResultRecord]
+    made_with: MadeWith
+
+
 class ProofFacts(TypedDict):
-    """What a proof in one process found (`proof.Proof`)."""
+    """What a proof in one process found (`proof.Proof`); `status` and `reason` also count the two ranks."""
 
     model: str
     head: str
@@ -210,6 +225,10 @@ class ProofFacts(TypedDict):
     foreign_classes: list[str]
     failures: list[str]
     training: TrainingRecord | None
+    left_out: NotRequired[dict[str, str]]
+    """Cases that upstream's own class cannot compute, and why."""
+    changed_inputs: NotRequired[list[str]]
+    """Names of tensors that a step changes in its caller's batch, upstream as well as generated."""
     not_run: NotRequired[list[str]]
     """Lines in functions of the generated file that no part of the proof ran, as "12" or "15-18"."""
 
@@ -218,6 +237,8 @@ class ProofRecord(ProofFacts):
     """`ProofFacts`, and what they depend on."""
 
     made_with: MadeWith
+    two_ranks: NotRequired[TwoRanksRecord]
+    """Missing where the model is not proven in one process; without layouts for a head that is no language model."""
     copies: NotRequired[dict[str, str]]
     """Files copied along with the generated one -> their hashes."""
 

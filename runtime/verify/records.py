@@ -16,12 +16,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from patchgen import __version__, provenance, upstream
 from patchgen.commands.examination import FAILED, PROVEN, TEXT, generated_digest, set_worker_environment
-from patchgen.runtime.verify import source_closure, source_keys
+from patchgen.runtime.compatibility import PROVEN_IN_ONE_PROCESS
+from patchgen.runtime.verify import source_closure, source_keys, verdict
 from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, CommittedModel, page_of, records_folder
+from patchgen.runtime.verify.observe.facts import from_records, reason_against
 from patchgen.templates import render
 
 if TYPE_CHECKING:
@@ -35,8 +37,9 @@ if TYPE_CHECKING:
     )
 
 FILE = "coverage.json"
-LAYOUTS = {"sp2": "sp 2", "ep2": "ep 2"}
-"""The layouts that the pages show: key in a row -> name on a page."""
+LAYOUTS = {"fsdp2": "FSDP on 2 ranks", "sp2": "sp 2", "ep2": "ep 2"}
+"""The layouts that the pages show: key in a row (`layout.TWO_RANKS`) -> name on a page."""
+NOT_COMPARED = "it was not compared there (patchgen sweep --world 2)"
 Place = tuple[bool, str]
 """Which row of the record: whether its head takes media, and its model type."""
 
@@ -71,8 +74,21 @@ def write(path: Path, rows: Mapping[Place, CoverageRow]) -> None:
 def page(key: Mapping[str, str], rows: list[CoverageRow]) -> str:
     """The text of `coverage.md`, from the record alone."""
     older = [row["model_type"] for row in rows if not _was_made_by(row, key)]
-    layouts = sorted({layout for row in rows for layout in row.get("ranks", {})}, reverse=True)
-    return render("coverage.jinja", key=key, rows=rows, older=older, layouts=layouts)
+    found = {layout for row in rows for layout in row.get("ranks", {})}
+    layouts = [*LAYOUTS, *sorted(found - LAYOUTS.keys(), reverse=True)]
+    shown, without = [with_ranks(row) for row in rows], tuple(verdict.WITHOUT.values())
+    return render("coverage.jinja", key=key, rows=shown, older=older, layouts=layouts, without=without)
+
+
+def ranks_of(row: CoverageRow) -> dict[str, RankCell]:
+    """The comparisons of a row on ranks. A run refuses what was observed in steps whatever was compared, so a cell does, too."""
+    facts = from_records((row.get("training") or {}).get("observed", ()))
+    cells: dict[str, RankCell] = {}
+    for layout, cell in row.get("ranks", {}).items():
+        against = reason_against(facts, ranks=2, sp=2 if layout == "sp2" else 1)
+        refused = bool(against) and not cell["reason"]
+        cells[layout] = {**cell, "reason": f"{verdict.REFUSED}: {against}"} if refused else cell
+    return cells
 
 
 # ------------------------------------------------------------------------------------------------------ keys
@@ -141,6 +157,18 @@ def cell_holds(row: CoverageRow, layout: str, key: Mapping[str, str], generated:
 def cells_that_hold(row: CoverageRow, key: Mapping[str, str], generated: str | None) -> dict[str, RankCell]:
     """The valid comparisons of a row on ranks."""
     return {layout: cell for layout, cell in row.get("ranks", {}).items() if cell_holds(row, layout, key, generated)}
+
+
+def with_ranks(row: CoverageRow) -> CoverageRow:
+    """A row with the status that one process and two ranks give it together: only what agrees on both is proven."""
+    if row["status"] != PROVEN:
+        return row
+    cells = ranks_of(row)
+    observed = from_records((row.get("training") or {}).get("observed", ()))
+    refusal = reason_against(observed, ranks=2, sp=1)
+    reasons = {"fsdp2": f"{verdict.REFUSED}: {refusal}" if refusal else NOT_COMPARED}
+    found = verdict.on_two_ranks(reasons | {layout: cell["reason"] for layout, cell in cells.items()})
+    return {**row, "ranks": cells, "status": found.status, "reason": found.reason}
 
 
 def needs_ranks(row: CoverageRow) -> bool:
@@ -238,7 +266,15 @@ def proof_holds(name: str, layout: str = IN_ONE_PROCESS, key: Mapping[str, str] 
     key = key or current_key()
     model = CommittedModel(name)
     proof = model.current_rank_proofs.get(layout) if layout else model.current_proof
-    wanted = made_with(key["rank_prover" if layout else "prover"], key)
-    made: Mapping[str, object] = proof.get("made_with", {}) if proof is not None else {}
-    # without torch, its version is empty and not compared
-    return proof is not None and all(made.get(name) == value for name, value in wanted.items() if value)
+    if proof is None or not _was_made_with(proof.get("made_with"), key["rank_prover" if layout else "prover"], key):
+        return False
+    if layout or proof.get("status") not in PROVEN_IN_ONE_PROCESS:
+        return True
+    two_ranks: Mapping[str, Any] = proof.get("two_ranks", {})
+    return _was_made_with(two_ranks.get("made_with"), key["rank_prover"], key)
+
+
+def _was_made_with(made: Mapping[str, object] | None, prover: str, key: Mapping[str, str]) -> bool:
+    # Without torch, its version is empty and not compared.
+    wanted = made_with(prover, key)
+    return made is not None and all(made.get(name) == value for name, value in wanted.items() if value)

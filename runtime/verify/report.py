@@ -12,10 +12,11 @@ import torch
 import transformers
 from packaging.version import Version
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from patchgen.runtime.attention_kinds import Kind
-from patchgen.runtime.compatibility import digest
+from patchgen.runtime.compatibility import PROVEN_IN_ONE_PROCESS, digest
 from patchgen.runtime.verify import source_closure, verdict
 from patchgen.runtime.verify.comparison import Difference
 from patchgen.runtime.verify.observe import facts
@@ -26,11 +27,13 @@ from patchgen.runtime.verify.training_path import TrainingPath
 if TYPE_CHECKING:
     from patchgen.runtime.verify.record_types import (
         DifferenceRecord,
+        LayoutResultRecord,
         MadeWith,
         ProofFacts,
         ProofRecord,
         TrainingRecord,
     )
+    from patchgen.runtime.verify.two_ranks import LayoutResult
 
 FILE_NAME = "verify.json"
 
@@ -65,6 +68,10 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
         console.print(f"upstream's config refuses the variant {variant}: {reason}", style="yellow", markup=False)
     for name, reason in proof.refused_inputs.items():
         console.print(f"upstream refuses the input {name}: {reason}", style="yellow", markup=False)
+    for name, reason in proof.left_out.items():
+        console.print(f"not compared: case {name}: {reason}", style="yellow", markup=False)
+    for name in proof.changed_inputs:
+        console.print(f"a step changes its caller's '{name}' in place, as upstream's does", style="yellow")
     for kind, reason in proof.not_compared.items():
         console.print(f"not compared: {kind}: {reason}", style="red", markup=False)
     for name in proof.foreign_classes:
@@ -73,6 +80,10 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
         console.print(f"FAILED {failure}", style="red", markup=False, highlight=False)
     if proof.training is not None:
         _print_training(proof.training, console)
+    for name, found in (proof.two_ranks or {}).items():
+        if found.applies:
+            told = f"[green]{found.difference or 0.0:.1e}[/green]" if not found.reason else escape(found.reason)
+            console.print(f"two ranks, {verdict.IN_WORDS[name]}: {told}", highlight=False)
     if proof.not_run:
         console.print(f"lines that no proof ran: {', '.join(proof.not_run)}", style="dim", highlight=False)
     result = verdict.of(proof)
@@ -98,7 +109,9 @@ def _print_training(path: TrainingPath, console: Console) -> None:
         console.print(f"FAILED {failure}", style="red", markup=False, highlight=False)
 
 
-def write_proof(proof: Proof, directory: Path, made_with: MadeWith) -> Path:
+def write_proof(
+    proof: Proof, directory: Path, made_with: MadeWith, *, made_on_ranks_with: MadeWith | None = None
+) -> Path:
     """Writes `verify.json` into `directory` and returns its path.
 
     Its content depends on the proof alone: no times, no paths. Other releases that the same generated file was proven with
@@ -106,9 +119,15 @@ def write_proof(proof: Proof, directory: Path, made_with: MadeWith) -> Path:
 
     Args:
         made_with: the sources and releases that the proof depends on.
+        made_on_ranks_with: those of the comparison on two ranks, if the proof has one.
     """
     path = directory / FILE_NAME
     record: ProofRecord = {**proof_record(proof), "made_with": made_with}
+    if proof.two_ranks is not None and made_on_ranks_with is not None:
+        record["two_ranks"] = {
+            "layouts": {name: _layout_record(found) for name, found in proof.two_ranks.items()},
+            "made_with": made_on_ranks_with,
+        }
     if copies := _copied_files(directory, proof.model):
         record["copies"] = copies
     if path.is_file():
@@ -172,21 +191,42 @@ def proof_record(proof: Proof) -> ProofFacts:
         "failures": proof.failures,
         "training": training_record(proof.training) if proof.training is not None else None,
     }
+    if proof.left_out:
+        record["left_out"] = proof.left_out
+    if proof.changed_inputs:
+        record["changed_inputs"] = list(proof.changed_inputs)
     if proof.not_run:
         record["not_run"] = list(proof.not_run)
     return record
 
 
 def read_training(directory: Path, file: Path, head: str) -> TrainingRecord | None:
-    """The training path in the record next to a generated file; None unless the record proves this file and head with the
-    installed releases and the present code."""
+    """The training path in the record next to a generated file; None unless the record proves this file and head in one process
+    with the installed releases and the present code."""
+    record = _current_record(directory, file, head)
+    return record.get("training") if record is not None else None
+
+
+def read_two_ranks(directory: Path, file: Path, head: str) -> dict[str, str] | None:
+    """Layout of two ranks -> why it does not agree, from the same record; None unless it was compared with the present code."""
+    record = _current_record(directory, file, head)
+    found = record.get("two_ranks") if record is not None else None
+    if record is None or found is None:
+        return None
+    wanted = record["made_with"] | {"prover": source_closure.rank_prover()}
+    is_current = found["made_with"] == wanted
+    return {name: layout["reason"] for name, layout in found["layouts"].items()} if is_current else None
+
+
+def _current_record(directory: Path, file: Path, head: str) -> ProofRecord | None:
+    """The record next to a generated file, if it proves this file and head in one process, now and here."""
     path = directory / FILE_NAME
     if not path.is_file():
         return None
     record: ProofRecord = json.loads(path.read_text())
     made_with: Mapping[str, object] = record.get("made_with", {})
     is_current = (
-        record.get("status") == verdict.PROVEN
+        record.get("status") in PROVEN_IN_ONE_PROCESS
         and made_with.get("prover") == source_closure.prover()
         and made_with.get("transformers") == transformers.__version__  # `transformers` has earlier releases, too
         and record["head"] == head
@@ -194,7 +234,7 @@ def read_training(directory: Path, file: Path, head: str) -> TrainingRecord | No
         and record.get("copies", {}) == _copied_files(directory, record["model"])
         and record["torch"] == torch.__version__.partition("+")[0]
     )
-    return record.get("training") if is_current else None
+    return record if is_current else None
 
 
 def read_kinds(training: TrainingRecord) -> tuple[Kind, ...]:
@@ -227,6 +267,11 @@ def training_record(path: TrainingPath) -> TrainingRecord:
     if path.facts:
         record["observed"] = facts.to_records(path.facts)
     return record
+
+
+def _layout_record(found: LayoutResult) -> LayoutResultRecord:
+    difference = "" if found.difference is None else one_digit(found.difference)
+    return {"difference": difference, "reason": verdict.one_line(found.reason), "applies": found.applies}
 
 
 def _difference_record(difference: Difference) -> DifferenceRecord:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from patchgen.runtime.verify import field_semantics as sizes
 from patchgen.runtime.verify import small_config as small
+from patchgen.runtime.verify.small_layers import per_layer_config
+from patchgen.runtime.verify.small_values import NoSpecialId
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -21,9 +23,32 @@ def shrink(config: PreTrainedConfig) -> small.SmallConfig:
     """The small form of a config, without dropout.
 
     Raises:
-        SmallConfigError: the class refuses the small sizes with these options.
+        SmallConfigError: the class refuses the small sizes with these options, or a small vocabulary has not as many ids as the
+            config has special tokens.
     """
-    return _shrink(config, small.SpecialIds())
+    try:
+        return _shrink(config, small.SpecialIds(min(vocabulary(config) or sizes.VOCAB, sizes.VOCAB)))
+    except NoSpecialId as error:
+        raise small.SmallConfigError(type(config), {}, error) from error
+
+
+def vocabulary(config: PreTrainedConfig) -> int | None:
+    """The number of tokens of a config's text model; None if it has no such field."""
+    text = config.get_text_config(decoder=True)
+    count = vars(text).get(type(text).attribute_map.get("vocab_size", "vocab_size"))
+    return count if type(count) is int else None
+
+
+def why_padding_has_no_row(config: PreTrainedConfig) -> str:
+    """Why embeddings cannot be built with `pad_token_id`, in one sentence; "" if they can, or if there is none."""
+    size, text = vocabulary(config), config.get_text_config(decoder=True)
+    pad = vars(text).get("pad_token_id")
+    if size is None or type(pad) is not int or pad < size:
+        return ""
+    return (
+        f"pad_token_id = {pad} has no row in the embeddings: the vocabulary has {size} tokens, 0 to {size - 1}. To fix: set "
+        "pad_token_id to one of them, or to null."
+    )
 
 
 def _shrink(config: PreTrainedConfig, ids: small.SpecialIds) -> small.SmallConfig:
@@ -33,11 +58,12 @@ def _shrink(config: PreTrainedConfig, ids: small.SpecialIds) -> small.SmallConfi
 
 def non_default_fields(config: PreTrainedConfig) -> dict[str, object]:
     """The fields of a config that differ from the defaults of its class, declared or not; without sub-configs, metadata and the
-    fields that `PreTrainedConfig` declares."""
+    fields that `PreTrainedConfig` declares, or that the class derives from these."""
     try:
-        default = vars(type(config)())
+        default_config = type(config)()
+        default, default_layers = vars(default_config), per_layer_config(default_config)
     except small.REFUSALS:
-        default = {}
+        default, default_layers = {}, {}
     declared = {field.name for field in dataclasses.fields(config)}
     declared_fields = small.own_fields(type(config))
     fields = {}
@@ -47,7 +73,22 @@ def non_default_fields(config: PreTrainedConfig) -> dict[str, object]:
             continue
         if name not in default or value != default[name]:
             fields[name] = value
+    derived = _derived(config, {name: value for name, value in fields.items() if name in declared_fields})
+    fields = {name: value for name, value in fields.items() if name in declared_fields or derived.get(name) != value}
+    if (
+        by_layer := per_layer_config(config)
+    ) != default_layers:  # not a field; a class may have its own for some layers
+        fields["per_layer_config"] = by_layer
     return fields
+
+
+def _derived(config: PreTrainedConfig, declared: dict[str, object]) -> dict[str, object]:
+    """What the class sets on a config with these declared fields; nothing if it refuses them alone."""
+    try:
+        fields: dict[str, Any] = copy.deepcopy(declared | _sub_configs(config))
+        return vars(type(config)(**fields))
+    except small.REFUSALS:
+        return {}
 
 
 # Written when a config is saved; no options.

@@ -10,18 +10,20 @@ between sub-configs: `field_relations.py`.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
 
 from patchgen.runtime.verify import field_relations
 from patchgen.runtime.verify import field_semantics as sizes
-from patchgen.runtime.verify.small_layers import declared_value, layers_of, per_layer_config, related
+from patchgen.runtime.verify.small_layers import count_field, declared_value, layers_of, per_layer_config, related
 from patchgen.runtime.verify.small_values import SpecialIds, modeling_source, small_rope, small_value, with_sections
 
 if TYPE_CHECKING:
@@ -165,13 +167,16 @@ def small_form(
     if type(declared_value(fields["is_decoder"]) if "is_decoder" in fields else None) is bool:
         # The causal form of a class that is an encoder by default.
         explicit.setdefault("is_decoder", sub_configs is None)
-    if "mlp_only_layers" in fields and not declared_value(fields["mlp_only_layers"]):
+    count_name = count_field(config_class)
+    has_one_layer = count_name in fields and explicit.get(count_name, declared_value(fields[count_name])) == 1
+    if "mlp_only_layers" in fields and not declared_value(fields["mlp_only_layers"]) and not has_one_layer:
         explicit.setdefault("mlp_only_layers", [0])  # a dense layer beside the sparse ones
     if _needs_window(config_class, fields):
         explicit.setdefault("sliding_window", sizes.WINDOW)
     sub_configs = _default_sub_configs(config_class, variant) if sub_configs is None else sub_configs
     parts = _parts(config_class, sub_configs, special_ids)
-    overrides: dict[str, Any] = {key: part.config for key, part in parts.items()}
+    nested_configs = {key: part.config for key, part in parts.items()}
+    overrides: dict[str, Any] = dict(nested_configs)
     unclassified = [f"{key}.{name}" for key, part in parts.items() for name in part.unclassified]
     prototype = _construct(config_class, explicit | overrides)
     values = {name: vars(prototype).get(name) for name in fields}
@@ -185,7 +190,8 @@ def small_form(
     overrides |= {
         name: small_value(value, (name,), special_ids) for name, value in given.items() if name not in fields
     }
-    overrides |= layers_of(config_class, values, per_layer_config(prototype))
+    rebuild = functools.partial(_rebuilt, config_class, explicit | nested_configs)
+    overrides |= layers_of(config_class, fields, values, per_layer_config(prototype), rebuild)
     overrides |= related(fields, values, explicit, overrides)
     source = modeling_source(config_class)
     overrides |= {
@@ -243,7 +249,7 @@ def _parts(
     """The small sub-configs with their relations; their ids are removed from `special_ids`."""
     parts: dict[str, SmallConfig] = {}
     for key, make in sub_configs.items():
-        own_ids = SpecialIds()
+        own_ids = SpecialIds(special_ids.vocab)
         parts[key] = make(own_ids)
         special_ids.skip(own_ids)
     field_relations.relate_parts(parts, modeling_source(config_class))
@@ -256,6 +262,17 @@ def _construct(config_class: type[PreTrainedConfig], overrides: Mapping[str, Any
         return config_class(**overrides)
     except REFUSALS as error:
         raise SmallConfigError(config_class, overrides, error) from error
+
+
+def _rebuilt(
+    config_class: type[PreTrainedConfig], arguments: Mapping[str, Any], changes: Mapping, without: Collection[str]
+) -> dict[str, Any] | None:
+    """The fields of a config with changes to its arguments; None if the class refuses them."""
+    kept = {name: copy.deepcopy(value) for name, value in arguments.items() if name not in without}
+    try:
+        return vars(config_class(**kept | dict(changes)))
+    except REFUSALS:
+        return None
 
 
 def own_fields(config_class: type[PreTrainedConfig]) -> dict[str, dataclasses.Field]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from patchgen.runtime.media_sizes import merge_size
 from patchgen.runtime.verify import field_semantics as sizes
-from patchgen.runtime.verify.layer_selection import select_layers
+from patchgen.runtime.verify.layer_selection import fields_per_layer, select_layers
 from patchgen.runtime.verify.small_values import modeling_source, small_value, split
 
 if TYPE_CHECKING:
@@ -32,11 +32,25 @@ _LAYER_PATTERN = re.compile(
 )
 
 
+def count_field(config_class: type[PreTrainedConfig]) -> str:
+    """The field with the number of layers."""
+    return config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+
+
 def layers_of(
-    config_class: type[PreTrainedConfig], values: Mapping, by_layer: Mapping[int, Mapping]
+    config_class: type[PreTrainedConfig],
+    own_fields: Mapping[str, dataclasses.Field],
+    values: Mapping,
+    by_layer: Mapping[int, Mapping],
+    rebuild: Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any] | None],
 ) -> dict[str, object]:
-    """The number of layers and the per-layer fields; `by_layer` are the overrides of single layers."""
-    count_name = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    """The number of layers and the per-layer fields.
+
+    Args:
+        by_layer: the overrides of single layers.
+        rebuild: as in `fields_per_layer`.
+    """
+    count_name = count_field(config_class)
     num_layers = values.get(count_name)
     if type(num_layers) is not int:
         return {}
@@ -49,7 +63,9 @@ def layers_of(
         return {count_name: len(MLP_KINDS), "mlp_layer_types": list(reversed(MLP_KINDS))}
     if values.get("layer_types") and len(set(values["layer_types"])) == 1:
         values = {**values, "layer_types": _with_every_kind(config_class, values)}
-    selection = select_layers(values, num_layers, min_layers=sizes.LAYERS if has_pattern else 2)
+    declared = declared_value(own_fields[count_name]) if count_name in own_fields else None
+    per_layer_names = fields_per_layer(values, count_name, declared, rebuild)
+    selection = select_layers(values, num_layers, sizes.LAYERS if has_pattern else 2, per_layer_names)
     fields: dict[str, object] = {count_name: len(selection.kept)}
     if by_layer:
         fields["per_layer_config"] = {
@@ -74,6 +90,7 @@ def _with_every_kind(config_class: type[PreTrainedConfig], values: Mapping) -> l
     rope = values.get("rope_parameters") or {}
     if all(isinstance(parameters, dict) for parameters in rope.values()) and rope:  # per kind: it names them all
         missing_kinds = [kind for kind in missing_kinds if kind in rope]
+    missing_kinds = missing_kinds[: len(layer_types) - 1]
     return layer_types[: len(layer_types) - len(missing_kinds)] + missing_kinds
 
 
@@ -153,6 +170,6 @@ def related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides: 
     if "languages" in own_fields and "default_language" in own_fields:
         fields["default_language"] = values["languages"][0]
     if "attention_types" in own_fields:  # [[[kinds], repetitions]]
-        kinds = values["attention_types"][0][0]
+        kinds = list(dict.fromkeys(kind for group, _ in values["attention_types"] for kind in group))
         fields |= {"attention_types": [[kinds, 1]], "num_layers": len(kinds)}
     return fields

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+class NoSpecialId(ValueError):
+    """A config has more special tokens than a small vocabulary has ids for them."""
+
+
 class SpecialIds(Iterator[int]):
     """The ids of the small vocabulary that are reserved for special tokens, from the top down.
 
@@ -21,12 +25,17 @@ class SpecialIds(Iterator[int]):
     sub-configs (the halves of an omni model) may.
     """
 
-    def __init__(self) -> None:
-        self._next = sizes.VOCAB - 1
+    def __init__(self, vocab: int = sizes.VOCAB) -> None:
+        self.vocab = vocab
+        self.first = sizes.first_reserved_id(vocab)
+        self._next = vocab - 1
 
     def __next__(self) -> int:
-        if self._next <= sizes.VOCAB - sizes.NUM_RESERVED_IDS:
-            raise ValueError(f"more than {sizes.NUM_RESERVED_IDS - 1} special tokens: raise NUM_RESERVED_IDS")
+        if self._next <= self.first:
+            raise NoSpecialId(
+                f"it has more than {self.vocab - self.first - 1} special tokens above {self.first}, and a small vocabulary of "
+                f"{self.vocab} has no more ids for them"
+            )
         self._next -= 1
         return self._next + 1
 
@@ -66,7 +75,8 @@ def small_value(declared: object, names: tuple[str, ...], special_ids: Iterator[
 def _small_id(declared: object, special_ids: Iterator[int]) -> object:
     if isinstance(declared, (list, tuple)):
         return type(declared)(_small_id(item, special_ids) for item in declared)
-    if type(declared) is int and declared >= sizes.VOCAB - sizes.NUM_RESERVED_IDS:
+    first = special_ids.first if isinstance(special_ids, SpecialIds) else sizes.first_reserved_id(sizes.VOCAB)
+    if type(declared) is int and declared >= first:
         return next(special_ids)
     return declared
 

@@ -9,38 +9,34 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from patchgen.kernels.loss.chunking import largest_chunk
-from patchgen.runtime import attention, attention_kinds, model_calls, parallel, seams
-from patchgen.runtime.attention_kinds import Kind, Names
+from patchgen.runtime import model_calls
 from patchgen.runtime.document_rows import DocumentSeparation
 from patchgen.runtime.failures import reraise_machine_failure
-from patchgen.runtime.parallel import loss, report
-from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.parallel import loss
+from patchgen.runtime.verify import bf16
 from patchgen.runtime.verify import training_inputs as inputs
 from patchgen.runtime.verify.comparison import (
     EQUAL,
-    SEED,
     Difference,
     Step,
     compare_gradients,
     difference,
     name_of_worst,
+    nan_is_largest,
     worst_of,
 )
 from patchgen.runtime.verify.conditioning import beyond_rounding
-from patchgen.runtime.verify.correspondence import Correspondence, correspondence
-from patchgen.runtime.verify.model_pair import build_model, perturb
-from patchgen.runtime.verify.multimodal_inputs import takes_media
-from patchgen.runtime.verify.seam_proof import all_eager
-from patchgen.runtime.verify.small_config import set_router_loss
+from patchgen.runtime.verify.large_weights import large_weights
 from patchgen.runtime.verify.training_inputs import Batch, Documents
+from patchgen.runtime.verify.training_steps import BothModels
 from patchgen.runtime.verify.verdict import one_line_error
 
 if TYPE_CHECKING:
@@ -67,16 +63,12 @@ class Check:
         return worst_of((self.loss, self.logits, self.gradient)).relative
 
 
-class Comparison:
+class Comparison(BothModels):
     """Both models with the same weights, and a method for each check.
 
     Attributes:
-        count_labels: how many labels a batch's loss is a mean over.
-        needs_media: upstream takes media and fails on text alone: checks use rows with media, some are left out (`run`).
-        positions: the model's position function (`get_position_id_func()`), if it has one.
-        seams: implementations that a run selects; `compared_seams`: what checks select, "auto" for one that cannot run here.
-        separates_documents: whether the generated model computes each packed document in a row of its own.
-        check_names: the names of the checks to run, for heads that take unpacked rows only (media then also); empty: all.
+        checks: the differences that were measured; `failures`: a sentence for each that is too large.
+        left_out: checks that cannot be made, and why.
     """
 
     def __init__(
@@ -86,43 +78,10 @@ class Comparison:
         config: PreTrainedConfig,
         media: bool,
     ) -> None:
-        self.generated_class, self.config = generated_class, config
-        self.reference = build_model(reference_class, config)
-        perturb(self.reference)  # fresh weights would hide an unused bias, or a norm without its weight
-        self.tokens = inputs.TokenSampler(config)
-        self.plain = inputs.plain_rows(self.tokens)
-        self.text = inputs.text_documents(self.tokens)
-        self.count_labels: Callable[[Batch], int] = inputs.num_labels
-        self.needs_media = takes_media(reference_class) and self.upstream_error() is not None
-        self.media = inputs.media_documents(self.reference) if media or self.needs_media else {}
-        if self.needs_media and self.media:  # it is never trained on text alone
-            self.text = next(iter(self.media.values()))
-            self.plain = dict(self.text.require_padded())
-        self.seams: dict[str, str] = {}
-        self.compared_seams: dict[str, str] = {}
-        self.positions: Any = None
-        self.state: ParallelState | None = None
-        self.compared_attention: Names = ""
-        self.separates_documents: DocumentSeparation = not model_calls.takes_documents(generated_class)
-        self.check_names: tuple[str, ...] = ()
-        self.correspondence = Correspondence()
+        super().__init__(reference_class, generated_class, config, media)
         self.checks: list[Check] = []
         self.failures: list[str] = []
         self.left_out: dict[str, str] = {}
-
-    def _generated(self, name: Names, config: PreTrainedConfig) -> PreTrainedModel:
-        """The generated class with this attention and upstream's weights."""
-        torch.manual_seed(SEED)
-        model = self.generated_class._from_config(copy.deepcopy(config), attn_implementation=name, dtype=torch.float32)
-        self.correspondence = correspondence(self.reference, model)
-        model.load_state_dict(self.correspondence.to_generated(self.reference.state_dict()), strict=True)
-        return model.train()
-
-    @functools.cached_property
-    def generated(self) -> PreTrainedModel:
-        model = self._generated(self.compared_attention, self.config)
-        model_calls.separate_documents(model, self.separates_documents)  # not by an earlier proof
-        return model
 
     def with_separate_documents(self, how: DocumentSeparation = True) -> Comparison:
         """A fresh copy of this comparison whose generated model computes packed documents in rows of their own."""
@@ -130,36 +89,6 @@ class Comparison:
         copied.__dict__.pop("generated", None)
         copied.separates_documents, copied.checks, copied.failures, copied.left_out = how, [], [], {}
         return copied
-
-    def choose(self, config: PreTrainedConfig, named_seams: Mapping[str, str | None]) -> tuple[Kind, ...]:
-        """Sets the seams of a run and its position function; returns what each kind of layer requires of its attention,
-        found by running rows of the data pipeline with `config`."""
-        model = self._generated(attention.ORDER[-1], config)
-        model_calls.separate_documents(model, self.separates_documents)  # not by an earlier proof
-        finder = getattr(model, "get_position_id_func", None)
-        self.positions = finder() if finder is not None else None
-        self.seams = seams.for_training(report.seam_users(model), named_seams)
-        self.compared_seams = {
-            seam: self._runnable(model, seam) for seam in seams.AUTO_IN_TRAINING if seam in self.seams
-        }
-        packed = [self.text.packed(), *(documents.packed(self.positions) for documents in self.media.values())]
-        with attention.recording() as calls, torch.no_grad(), all_eager():
-            for rows in packed:
-                model(**inputs.without_labels(inputs.trainer_inputs(rows)), use_cache=False)
-        return attention_kinds.recorded_kinds(model, calls)
-
-    def _runnable(self, model: PreTrainedModel, seam: str) -> str:
-        """The implementation of a seam that a run selects, or "auto" if that one needs another device."""
-        try:
-            with torch.no_grad(), attention.recording(), _selected({seam: self.seams[seam]}):
-                model(**self.plain, use_cache=False)
-        except (NotImplementedError, ImportError):
-            return seams.AUTO
-        except Exception as error:
-            reraise_machine_failure(error)  # any other: the check that runs it fails with this error
-        return self.seams[seam]
-
-    # ------------------------------------------------------------------------------------------- the checks
 
     def run(self) -> None:
         """All checks; one that raises has failed, and the others go on."""
@@ -174,9 +103,11 @@ class Comparison:
             "chunks": lambda: self.documents("chunks", self.text, packed, chunk=CHUNK_TOKENS),
             "accumulation": lambda: self.accumulation(packed),
             "router loss": self.router_loss,
+            "large weights": self.large_weights,
+            "bf16": self.bf16,
         }
         if self.needs_media:  # the others replace tokens, or pad or select rows, which tensors of media do not have
-            steps = {name: steps[name] for name in ("plain", "packed", "chunks", "accumulation")}
+            steps = {name: steps[name] for name in _WITH_MEDIA}
         if self.check_names:
             steps = {name: step for name, step in steps.items() if name in self.check_names}
         for name, step in steps.items():
@@ -301,16 +232,6 @@ class Comparison:
             return True
         return not deviation.relative <= TOLERANCE
 
-    def upstream_error(self) -> Exception | None:
-        """What upstream's own class, eager, raises in a training step on single documents."""
-        items = sum(map(self.count_labels, self.text.rows))
-        try:
-            self._reference_step(self.reference, self.text.rows, items)
-        except Exception as error:
-            reraise_machine_failure(error)
-            return error
-        return None
-
     def accumulation(self, packed: Batch) -> None:
         """Two micro-batches, a packed row and plain rows, are one step over both; the packed row twice if text alone fails."""
         rows = [*self.text.rows, *(self.text.rows if self.needs_media else [self.plain])]
@@ -324,103 +245,66 @@ class Comparison:
 
     def router_loss(self) -> None:
         """One row with the router loss; over several rows a run defines it differently (docs/parallel.md)."""
-        configs = (self.reference.config, self.generated.config)
-        if not any(
-            hasattr(part, "output_router_logits") for c in configs for part in (c, c.get_text_config(decoder=True))
-        ):
+        if not self.has_router_loss:
             return
         row = {name: tensor[:1] for name, tensor in self.plain.items()}
         items = self.count_labels(row)
-        try:
-            for config in configs:
-                set_router_loss(config, True)
+        with self.router_loss_on():
             self._compare(
                 "router loss",
                 self._step([inputs.trainer_inputs(row)], items),
                 lambda model: self._reference_step(model, [row], items),
             )
-        finally:
-            for config in configs:
-                set_router_loss(config, False)  # as in the other checks
 
-    # ------------------------------------------------------------------------------------- as the trainer calls
+    def large_weights(self) -> None:
+        """Rows of one document, with weights on which clamps and caps bite."""
+        rows, items, num_failures = self.plain, self.count_labels(self.plain), len(self.failures)
+        with large_weights(self.reference, self.generated, self.correspondence):
+            actual = self._step([inputs.trainer_inputs(rows)], items)
+            self._compare("large weights", actual, lambda model: self._reference_step(model, [rows], items))
+            if len(self.failures) > num_failures and not self._reference_logits(self.reference, rows).isfinite().all():
+                self.left_out["large weights"] = "upstream's own logits are not finite"
+                self.checks.pop()
+                del self.failures[num_failures:]
 
-    def _logits(self, rows: Batch) -> Tensor:
-        """`(B, S, V)` of the generated model, called without labels."""
-        with torch.no_grad(), _selected(self.compared_seams), parallel.using(self.state):
-            return self.generated(**inputs.without_labels(rows), use_cache=False).logits
+    def bf16(self) -> None:
+        """Rows of one document in bf16, in units of upstream's own error there."""
+        rows, items = bf16.inputs_in_bf16(self.plain), self.count_labels(self.plain)
+        choices = bf16.SameChoices()
 
-    def _step(self, micro_batches: Sequence[Batch], items: int, outputs: Mapping[str, Tensor] | None = None) -> Step:
-        """Loss and gradients of one step, as the trainer takes it."""
-        model, total = self.generated, torch.zeros(())
-        model.zero_grad(set_to_none=True)
-        num_items = torch.tensor(items)
-        with _selected(self.compared_seams), self._in_training_step(num_items, len(micro_batches)):
-            for rows in micro_batches:
-                torch.manual_seed(SEED)
-                share = model(**copy.deepcopy(rows), num_items_in_batch=num_items, use_cache=False).loss
-                share.backward()
-                total = total + share.detach()
-        return Step({"loss": total, **(outputs or {})}, {name: p.grad for name, p in model.named_parameters()})
+        def reference(model: nn.Module) -> Step:
+            with choices:
+                return self.correspondence.step(self._reference_step(model, [rows], items))
 
-    def forward(self, rows: Batch) -> Tensor:
-        """The loss of the generated model, as in a step of a trainer."""
-        num_items = torch.tensor(self.count_labels(rows))
-        with _selected(self.compared_seams), self._in_training_step(num_items, 1):
-            torch.manual_seed(SEED)
-            return self.generated(**rows, num_items_in_batch=num_items, use_cache=False).loss
-
-    def step(self, rows: Batch) -> Step:
-        """A step of the generated model on one micro-batch."""
-        return self._step([rows], self.count_labels(rows))
-
-    @contextlib.contextmanager
-    def _in_training_step(self, num_items: Tensor, micro_batches: int) -> Iterator[None]:
-        """The context of a trainer's step; heads that take unpacked rows only are trained by other trainers, without it."""
-        if self.check_names:
-            yield
-        else:
-            with parallel.using(self.state), loss.step(num_items, micro_batches):
-                yield
-
-    @staticmethod
-    def _reference_logits(model: nn.Module, rows: Batch) -> Tensor:
-        batch = inputs.in_dtype_of(model, inputs.without_labels(rows))
-        with torch.no_grad(), all_eager():
-            return model(**batch, use_cache=False).logits
-
-    def _reference_step(
-        self, model: nn.Module, rows: Sequence[Batch], items: int, outputs: Mapping[str, Tensor] | None = None
-    ) -> Step:
-        """The step over documents one by one: each mean loss is weighted by its share of the labels."""
-        model.train()
-        model.zero_grad(set_to_none=True)
-        total = torch.zeros((), dtype=torch.float64)
-        for row in rows:
-            labels = self.count_labels(row)
-            if not labels:
-                continue
-            torch.manual_seed(SEED)
-            batch = inputs.in_dtype_of(model, loss.upstream_labels(self.generated_class, copy.deepcopy(dict(row))))
-            with all_eager():
-                mean = model(**batch, use_cache=False).loss
-                share = mean * (labels / items)
-                share.backward()
-            total += share.detach()
-        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        return Step(
-            {"loss": total.to(dtype), **(outputs or {})}, {name: p.grad for name, p in model.named_parameters()}
-        )
-
-    def _row_of_logits(self, model: nn.Module, rows: Sequence[Batch]) -> Tensor:
-        """The logits of documents one after the other, `(1, S, V)`, without those of padding."""
-        parts = []
-        for row in rows:
-            is_real = row.get("attention_mask", torch.ones_like(row["input_ids"])).bool()
-            parts.append(self._reference_logits(model, row)[is_real])
-        return torch.cat(parts)[None]
-
-    # --------------------------------------------------------------------------------------------- comparing
+        with bf16.rounded(self.reference):
+            exact, weights = reference(self.reference), self.reference.state_dict()
+            try:
+                upstream = reference(bf16.model_in_bf16(type(self.reference), self.config, weights))
+            except Exception as error:  # an operation may have no form in bf16, or none on this device
+                reraise_machine_failure(error)
+                self.left_out["bf16"] = f"upstream's own class fails: {one_line_error(error)}"
+                return
+            ours = self.with_separate_documents(self.separates_documents)
+            ours.generated = self._generated(self.compared_attention, self.config, bf16.DTYPE)
+        model_calls.separate_documents(ours.generated, self.separates_documents)
+        try:
+            with choices:
+                actual = ours._step([inputs.trainer_inputs(rows)], items)
+        except NotImplementedError as error:
+            self.left_out["bf16"] = one_line_error(error)
+            return
+        far = bf16.further_than_upstream(actual, upstream, exact)
+        if far and choices.differs:
+            self.left_out["bf16"] = "another element is the largest than in fp32, which is no rounding of what follows"
+            return
+        gradients = compare_gradients(bf16.in_fp32(actual), exact)
+        loss = difference(actual.outputs["loss"].float(), exact.outputs["loss"].float())
+        self.checks.append(Check("bf16", loss, gradient=worst_of(gradients.values())))
+        if far:
+            key = max(far, key=lambda name: nan_is_largest(far[name]))
+            self.failures.append(
+                f"in bf16 {key} is {far[key]:.0f} times as far from upstream's in fp32 as upstream's own in bf16."
+            )
 
     def _compare(self, name: str, actual: Step, upstream_step: Callable[[nn.Module], Step]) -> None:
         def reference(model: nn.Module) -> Step:
@@ -431,6 +315,11 @@ class Comparison:
         gradients = compare_gradients(actual, expected)
         self.checks.append(Check(name, values["loss"], values.get("logits", EQUAL), worst_of(gradients.values())))
         values |= {f"gradient of {key}": value for key, value in gradients.items()}
+        self.failures += [
+            f"{_SUBJECT.get(name, name)}: a step changes '{key}' of its caller's batch in place, upstream's does not."
+            for key in dict.fromkeys(actual.changed_inputs)
+            if key not in expected.changed_inputs
+        ]
         beyond = {key: value for key, value in values.items() if not value.relative <= TOLERANCE}
         if beyond := beyond_rounding(beyond, actual, expected, self.reference, reference):
             key = next((key for key in ("logits", "loss") if key in beyond), name_of_worst(beyond))
@@ -443,7 +332,8 @@ class Comparison:
             self.failures.append(f"{_SUBJECT.get(name, name)}: {key} {verb} from {source}{how_far}.")
 
 
-UNPACKED = ("plain", "padded right", "padded left", "router loss")
+UNPACKED = ("plain", "padded right", "padded left", "router loss", "large weights", "bf16")
+_WITH_MEDIA = ("plain", "packed", "chunks", "accumulation", "large weights", "bf16")
 _SUBJECT = {
     "plain": "rows of one document",
     "packed": "packed rows",
@@ -451,9 +341,3 @@ _SUBJECT = {
     "chunks": "the loss in chunks",
     "accumulation": "gradient accumulation",
 }
-
-
-@contextlib.contextmanager
-def _selected(implementations: Mapping[str, str]) -> Iterator[None]:
-    with all_eager(), seams.using(**implementations):
-        yield

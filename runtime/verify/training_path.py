@@ -13,6 +13,8 @@ upstream's class, eager and one document at a time, is compared with the generat
     accumulation   two micro-batches are one step
     media          the same with images, videos and audio, if the model takes them
     router loss    of one row
+    large weights  plain rows, with weights on which clamps and caps bite (`large_weights.py`)
+    bf16           plain rows, in units of upstream's own error in bf16 (`bf16.py`)
 
 The checks are in `training_checks.py`. A difference passes below `TOLERANCE`, relative, or if it is at most `ROUNDING_FACTOR`
 times as far as rounding errors in its weights move upstream's own result (`conditioning.py`).
@@ -150,6 +152,24 @@ def prove_training_path(
         facts=facts,
         executed_lines=executed_lines,
     )
+
+
+def observed_facts(
+    upstream_class: type[PreTrainedModel],
+    generated_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    *,
+    media: bool = True,
+) -> tuple[Fact, ...]:
+    """What is observed in steps of the generated class, without comparing them; arguments as of `prove_training_path`."""
+    attention.register()
+    config = _without_router_loss(config)
+    comparison = _build_comparison(upstream_class, generated_class, config, media)
+    comparison, kinds = attention_requirements(comparison, config, {})
+    comparison.compared_attention = cpu_attention(attention_kinds.choose(kinds, config), kinds, config)
+    with single_rank() as comparison.state:
+        facts, _ = observer.facts_of(comparison)
+    return observer.on_slices(comparison, facts)
 
 
 def _build_comparison(

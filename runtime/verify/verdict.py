@@ -1,12 +1,18 @@
 """How far a proof reaches, as every record, page and refusal states it.
 
-proven                       equal to upstream, eager and on the training path
+proven                       equal to upstream, eager and on the training path, in one process and on two ranks
+proven, one rank only: ...   in one process alone; with FSDP on two ranks it differs, hangs or is refused
+proven, without ep: REASON   not where ranks share the experts: it differs there, or hangs
+proven, without sp: REASON   not where ranks share a sequence
 proven, eager only: REASON   equal to upstream with eager attention in one process; a run differs, fails or was not compared
 generated: REASON            there is generated code, and it is not equal to upstream or was not compared
+
+A layout that a run refuses at its start, because experts or a sequence cannot be shared, leaves a model proven.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +22,16 @@ if TYPE_CHECKING:
 PROVEN = "proven"
 EAGER_ONLY = "proven, eager only"
 GENERATED = "generated"
+ONE_RANK = "proven, one rank only"
+WITHOUT = {"fsdp2": ONE_RANK, "ep2": "proven, without ep", "sp2": "proven, without sp"}
+"""Layout of two ranks (`layout.TWO_RANKS`) -> the status of a model that does not agree in it."""
+IN_WORDS = {
+    "fsdp2": "FSDP on two ranks",
+    "ep2": "experts shared by two ranks",
+    "sp2": "a sequence shared by two ranks",
+}
+REFUSED = "refused"
+"""How the reason of a layout begins that a run refuses at its start."""
 MAX_LENGTH = 320
 """Characters of a reason: messages of other libraries may be pages long."""
 
@@ -46,6 +62,19 @@ def of(proof: Proof) -> Verdict:
         return Verdict(EAGER_ONLY, "the training path was not compared.")
     if proof.training.reason:
         return Verdict(EAGER_ONLY, one_line(proof.training.reason))
+    return on_two_ranks({name: found.reason for name, found in (proof.two_ranks or {}).items()})
+
+
+def on_two_ranks(reasons: Mapping[str, str]) -> Verdict:
+    """The verdict on a model that is proven in one process.
+
+    Args:
+        reasons: layout -> why it does not agree there, "" if it does.
+    """
+    for layout, status in WITHOUT.items():
+        reason = reasons.get(layout, "")
+        if reason and (layout == "fsdp2" or not reason.startswith(REFUSED)):
+            return Verdict(status, one_line(f"{IN_WORDS[layout]}: {reason}"))
     return Verdict(PROVEN)
 
 

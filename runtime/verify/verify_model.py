@@ -13,7 +13,7 @@ from patchgen.runtime.compatibility import digest
 from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.verify import head_kinds, verdict
 from patchgen.runtime.verify.comparison import train_step
-from patchgen.runtime.verify.inputs import Case, text_cases
+from patchgen.runtime.verify.inputs import Case, caller_cases, text_cases
 from patchgen.runtime.verify.model_pair import build_model, config_class_of
 from patchgen.runtime.verify.multimodal_inputs import MediaCases, media_cases, takes_media, without_media
 from patchgen.runtime.verify.observe import lines
@@ -81,6 +81,18 @@ def verify_model(
     return proof
 
 
+def prove_classes(
+    upstream_class: type[PreTrainedModel],
+    generated_class: type[PreTrainedModel],
+    *,
+    variants: Iterable[str] | None = None,
+    implementations: Collection[str] | None = None,
+) -> Proof:
+    """The proof of a class against any other, without the names, hashes and lines of a record; the rest as `verify_model`."""
+    selected = tuple(variants) if variants is not None else _variants(upstream_class)
+    return _over_variants((upstream_class, generated_class), selected, implementations, training_path=True)
+
+
 def _over_variants(
     pair: tuple[type[PreTrainedModel], type[PreTrainedModel]],
     selected: Iterable[str],
@@ -126,7 +138,8 @@ def _proof_of(
     implementations: Collection[str] | None,
 ) -> Proof:
     """The proof of one variant; seams are proven in the first only. Adds the names of its input tensors to `covered_inputs`."""
-    cases, media = _cases(pair[0], small.config, variant, takes_all=is_first or variant in VARIANTS_WITH_ALL_CASES)
+    takes_all = is_first or variant in VARIANTS_WITH_ALL_CASES
+    cases, media = _cases(pair[0], small.config, variant, takes_all=takes_all, callers=is_first)
     covered_inputs.update(name for case in cases for name, value in case.batch.items() if isinstance(value, Tensor))
     proof = prove(
         *pair,
@@ -137,6 +150,7 @@ def _proof_of(
         training=variant != EVALUATION,
         implementations=implementations if is_first else (),
         round_trip=is_first or variant in ("tied", "untied"),
+        extremes=is_first,
     )
     proof.overrides, proof.unclassified = small.overrides, small.unclassified
     proof.refused_inputs, proof.not_compared = media.refused, media.missing
@@ -153,11 +167,13 @@ def _require_class(head: str, generated: registry.GeneratedModel) -> str:
 
 
 def _cases(
-    upstream_class: type[PreTrainedModel], config: PreTrainedConfig, variant: str, *, takes_all: bool
+    upstream_class: type[PreTrainedModel], config: PreTrainedConfig, variant: str, *, takes_all: bool, callers: bool
 ) -> tuple[tuple[Case, ...], MediaCases]:
-    """The cases of a variant: all text cases or the first, and media."""
+    """The cases of a variant: all text cases or the first, those of other callers, and media."""
     texts = text_cases(config, upstream_class)
     cases: Sequence[Case] = texts if takes_all else texts[:1]
+    if callers:
+        cases = (*cases, *caller_cases(config, upstream_class))
     media = MediaCases()
     if takes_media(upstream_class):
         model = build_model(upstream_class, config).train(variant != EVALUATION)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
-from patchgen.runtime import attention, parallel
+from patchgen.runtime import attention, parallel, registry
 from patchgen.runtime.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -26,8 +26,12 @@ from patchgen.runtime.checkpoint import (
 from patchgen.runtime.checkpoint.placement import local_tensor, shard_like
 from patchgen.runtime.parallel import loss, sharding
 from patchgen.runtime.train.model import find_head_and_config
-from patchgen.runtime.verify.parallel_coverage import generated_class
 from patchgen.runtime.verify.small_config import small_config
+
+
+def generated_class(head: str, file: str):
+    """The head of a generated modeling file."""
+    return getattr(registry.import_file(pathlib.Path(file)), head)
 
 
 def meta_model(head: str, file: str):

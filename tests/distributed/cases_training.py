@@ -231,30 +231,17 @@ def a_model_that_drops_the_lengths_of_documents_keeps_them_apart() -> None:
     assert require_sliceable(model, state, vocab_size=61) < 1e-5
 
 
-def a_number_of_one_rank_is_no_share() -> None:
-    """A head that adds one to its loss is not divided over ranks, and its seam refuses; so is a loss of other labels."""
+def a_loss_of_another_kind_is_no_share() -> None:
+    """A head with a loss of its own is not divided over ranks, and the seam refuses a loss of other labels."""
     attention.register()
     state = cases_sequence.state_of()
     model = cases_models.build("llama", generated=True, attention_name="patchgen_eager")
-    model.local_loss_terms = ("0.1 * z_loss",)
-    with pytest.raises(
-        ValueError, match=r"LlamaForCausalLM adds 0\.1 \* z_loss to its loss, which depends on the tokens of one rank"
-    ):
+    model.own_loss = ("smoothed(logits, labels)",)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM computes a loss of its own, smoothed\(logits, labels\)"):
         sharding.shard_model(model, state)
     hidden, labels = torch.randn(1, 4, 8), torch.ones(1, 4, dtype=torch.long)
     seam = functools.partial(ops.causal_lm_loss, torch.nn.Linear(8, 5), hidden, labels, vocab_size=5)
     with parallel.using(state):
-        with pytest.raises(ValueError, match="do not sum to its value for the step"):
-            seam(loss_function=ForCausalLMLoss, local_terms=("0.1 * z_loss",))
         with pytest.raises(ValueError, match="ForTokenClassification"):
             seam(loss_function=ForTokenClassification)
         assert seam(loss_function=ForCausalLMLoss)[1].isfinite()
-
-
-def a_number_of_one_micro_batch_is_no_share() -> None:
-    """One rank adds it up over the micro-batches of a step, unless there is one."""
-    state = cases_sequence.state_of()
-    with loss.step(4, 1):
-        loss.require_shares(("0.1 * z_loss",), state)
-    with loss.step(4, 2), pytest.raises(ValueError, match="several ranks or micro-batches"):
-        loss.require_shares(("0.1 * z_loss",), state)

@@ -7,15 +7,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from patchgen import pipeline, provenance, upstream
 from patchgen.runtime import gathered_attention
-from patchgen.runtime.verify.parallel_coverage import compare
+from patchgen.runtime.verify.layout import TWO_RANKS
+from patchgen.runtime.verify.two_ranks import compare
 
 
 def test_attention_written_by_hand_agrees_with_upstream_on_one_rank(two_ranks, tmp_path):
     """Loss and every gathered gradient, plain and packed."""
     folder = tmp_path / "gpt_neo"
     provenance.write(pipeline.generate(upstream.load("gpt_neo")), folder)
-    file = str(folder / "modeling_gpt_neo.py")
-    row, _ = two_ranks.run(compare, "gpt_neo", "GPTNeoForCausalLM", file, 2, 1, False)
+    row, _ = two_ranks.run(compare, folder, "GPTNeoForCausalLM", TWO_RANKS["sp2"])
     assert row.get("reason", "") == "" and row["packed_gradients"] < 1e-4, row
 
 
@@ -28,7 +28,7 @@ def test_what_a_run_would_refuse_at_its_start_is_not_proven_on_ranks(two_ranks, 
     assert text.count(norm) == 1
     mixed = f"{norm}\n        if not self.training:\n            hidden_states = hidden_states.roll(1, 1)"
     file.write_text(text.replace(norm, mixed))
-    row, _ = two_ranks.run(compare, "gpt_neo", "GPTNeoForCausalLM", str(file), 2, 1, False)
+    row, _ = two_ranks.run(compare, tmp_path, "GPTNeoForCausalLM", TWO_RANKS["sp2"])
     assert "refused at the start of a run: GPTNeoForCausalLM computes other" in row["reason"], row
 
 

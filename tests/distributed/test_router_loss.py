@@ -10,7 +10,8 @@ import torch
 from patchgen import pipeline, provenance, upstream
 from patchgen.runtime.train.feed import micro_batches_per_step
 from patchgen.runtime.train.recipe import RecipeError
-from patchgen.runtime.verify.parallel_coverage import compare
+from patchgen.runtime.verify.layout import Layout
+from patchgen.runtime.verify.two_ranks import compare
 
 
 @pytest.mark.parametrize("told_by", ["real_tokens", "attention_mask"])
@@ -46,7 +47,7 @@ def test_loads_of_the_whole_step_are_not_accumulated():
 def test_documents_computed_apart_are_one_packed_row(tmp_path, one_rank):
     """Jamba's recurrence is not told where documents end: each has a row of its own, and the loads are the packed row's."""
     provenance.write(pipeline.generate(upstream.load("jamba")), tmp_path)
-    row = one_rank.run(compare, "jamba", "JambaForCausalLM", str(tmp_path / "modeling_jamba.py"), 1, 1, True)[0]
+    row = one_rank.run(compare, tmp_path, "JambaForCausalLM", Layout(1, fsdp=True), separates=True)[0]
     assert not row.get("reason") and row["packed_gradients"] < 1e-5, row
 
 

@@ -32,9 +32,8 @@ def test_unshifted_labels_of_a_slice(two_ranks, four_ranks):
     four_ranks.run(cases.labels_without_shift_are_shifted_over_ranks)
 
 
-def test_what_is_added_to_a_loss_is_a_share_or_refused(one_rank, two_ranks):
-    two_ranks.run(cases.a_number_of_one_rank_is_no_share)
-    one_rank.run(cases.a_number_of_one_micro_batch_is_no_share)
+def test_a_loss_that_is_no_sum_of_shares_is_refused(two_ranks):
+    two_ranks.run(cases.a_loss_of_another_kind_is_no_share)
 
 
 def test_the_report_reads_live_modules(two_ranks):

@@ -40,55 +40,10 @@ PRODUCT = "overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.u
 DEFAULT = "        if position_ids is None:\n            past_seen_tokens"
 
 EXPERTS = (
-    changed("fused_experts", "qwen3_moe", "gate and up swapped", (GATE_UP, GATE_UP.replace("gate, up", "up, gate"))),
-    changed("fused_experts", "qwen3_moe", "activation on the other half", (ACTIVATED, "current_hidden_states = gate * self.act_fn(up)")),
-    changed("fused_experts", "qwen3_moe", "sum instead of product", (ACTIVATED, "current_hidden_states = self.act_fn(gate) + up")),
-    changed("fused_experts", "qwen3_moe", "a limit between", (ACTIVATED, "gate = gate.clamp(max=7.0)\n            " + ACTIVATED)),
-    changed("fused_experts", "qwen3_moe", "a limit in place", (ACTIVATED, "gate.clamp_(max=7.0)\n            " + ACTIVATED)),
-    changed("fused_experts", "qwen3_moe", "scaled in place", (ACTIVATED, ACTIVATED + "\n            current_hidden_states *= 2.0")),
-    changed("fused_experts", "qwen3_moe", "a conditional change", (ACTIVATED, ACTIVATED + "\n            if self.training:\n                current_hidden_states = current_hidden_states * 2")),
-    changed("fused_experts", "qwen3_moe", "scaled before the loop", ("final_hidden_states = torch.zeros_like(hidden_states)", "hidden_states = hidden_states * 2\n        final_hidden_states = torch.zeros_like(hidden_states)")),
-    changed("fused_experts", "qwen3_moe", "scaled after the loop", ("        return final_hidden_states\n\n\nclass Qwen3MoeTopKRouter", "        return final_hidden_states * 2\n\n\nclass Qwen3MoeTopKRouter")),
-    *(changed("fused_experts", "qwen3_moe", title, (ZEROS, ZEROS + "\n        " + code)) for title, code in (
-        ("scaled in place before the loop", "hidden_states.mul_(2.0)"),
-        ("an early return", "if top_k_index.numel() == 0:\n            return hidden_states"),
-        ("the weights sorted before the loop", "top_k_index, order = top_k_index.sort()"),
-    )),
-    *(changed("fused_experts", "qwen3_moe", title, edit) for title, edit in (
-        ("a capacity per expert", (HIT, "expert_mask[:, :, self.capacity :] = 0\n            " + HIT)),
-        ("only some of the experts", ("for expert_idx in expert_hit:", "for expert_idx in expert_hit[: self.limit]:")),
-        ("frozen experts", ("if expert_idx == self.num_experts:", "if expert_idx == self.num_experts or expert_idx in self.frozen:")),
-        ("a sum that begins with the tokens", (ZEROS, ZEROS.replace("torch.zeros_like(hidden_states)", "hidden_states.clone()"))),
-        ("ones for zeros", (ZEROS, ZEROS.replace("zeros_like", "ones_like"))),
-        ("other tokens", ("hidden_states[token_idx]", "hidden_states[top_k_pos]")),
-        ("another expert's weight", ("self.down_proj[expert_idx]", "self.down_proj[top_k_pos]")),
-        ("slot and token swapped", ("top_k_pos, token_idx = torch.where", "token_idx, top_k_pos = torch.where")),
-        ("a weight in fp32", ("self.down_proj[expert_idx])", "self.down_proj[expert_idx].float())")),
-        ("tokens in fp32", ("hidden_states[token_idx]", "hidden_states[token_idx].to(torch.float32)")),
-        ("activation in fp32", (ACTIVATED, ACTIVATED.replace("self.act_fn(gate)", "self.act_fn(gate.float())"))),
-        ("routing weights in fp32", ("top_k_weights[token_idx, top_k_pos, None]", "top_k_weights[token_idx, top_k_pos, None].float()")),
-        ("halves of another dimension", (GATE_UP, GATE_UP.replace("dim=-1", "dim=0"))),
-    )),
     changed("fused_experts", "qwen3_moe", "a sum in fp32", (ZEROS, ZEROS.replace("(hidden_states)", "(hidden_states, dtype=torch.float32)")), because="the fused call adds up in fp32 too", gives="ops.fused_moe("),
-    changed("fused_experts", "qwen3_moe", "weights normalised in the experts", ("        for expert_idx in expert_hit:", "        top_k_weights = top_k_weights / top_k_weights.sum(-1, keepdim=True)\n        for expert_idx in expert_hit:")),
-    changed("fused_experts", "qwen3_moe", "no routing weight", ("            current_hidden_states = current_hidden_states * top_k_weights[token_idx, top_k_pos, None]\n", "")),
-    changed("fused_experts", "qwen3_moe", "another bias", ("nn.functional.linear(current_hidden_states, self.down_proj[expert_idx])", "nn.functional.linear(current_hidden_states, self.down_proj[expert_idx], self.shared_bias)")),
-    changed("fused_experts", "qwen3_moe", "a bias by keyword", ("nn.functional.linear(current_hidden_states, self.down_proj[expert_idx])", "nn.functional.linear(current_hidden_states, self.down_proj[expert_idx], bias=self.shared_bias)")),
-    changed("fused_experts", "qwen3_moe", "assignment for addition", (ADDED, "final_hidden_states[token_idx] = current_hidden_states")),
-    changed("fused_experts", "qwen3_moe", "added twice", (ADDED, ADDED + "\n            " + ADDED)),
-    changed("fused_experts", "qwen3_moe", "no loop", ("for expert_idx in expert_hit:", "while (expert_idx := next(iter(expert_hit), None)) is not None:")),
-    changed("fused_experts", "qwen3_moe", "a weight renamed where it is made", ("self.gate_up_proj = nn.Parameter", "self.w13 = nn.Parameter")),
-    changed("fused_experts", "qwen3_moe", "a weight renamed where it is read", ("self.down_proj[expert_idx]", "self.w2[expert_idx]")),
-    changed("fused_experts", "qwen3_moe", "the count of experts renamed", ("        self.num_experts = config.num_experts\n        self.hidden_dim = config.hidden_size\n        self.intermediate_dim", "        self.n = config.num_experts\n        self.hidden_dim = config.hidden_size\n        self.intermediate_dim")),
-    changed("fused_experts", "qwen3_moe", "forward renamed", ("        top_k_index: torch.Tensor,\n", "        top_k_index: torch.Tensor,  # moved\n"), ("    def forward(\n        self,\n        hidden_states: torch.Tensor,\n        top_k_index", "    def run(\n        self,\n        hidden_states: torch.Tensor,\n        top_k_index")),
-    changed("fused_experts", "qwen3_moe", "weights stacked by a function", ("self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))", "self.gate_up_proj = make_stack(config)"), ("@use_experts_implementation\n", "def make_stack(config):\n    return nn.Parameter(torch.empty(1, 2, 3))\n\n\n@use_experts_implementation\n")),
     changed("fused_experts", "qwen3_moe", "the experts' class and its attribute renamed", ("Qwen3MoeExperts", "ManyFeedForwards"), ("self.experts", "self.many"), because="the role is found in the class itself: stacks and a routed loop", gives="fused_moe("),
     changed("fused_experts", "qwen3_moe", "both weights renamed throughout", ("gate_up_proj", "w13"), ("self.down_proj[expert_idx]", "self.w2[expert_idx]"), ("self.down_proj = nn.Parameter", "self.w2 = nn.Parameter"), because="names are read from the code", gives="self.w13,"),
-    changed("fused_experts", "qwen3_moe", "the block's experts moved to another class", ("        self.experts = Qwen3MoeExperts(config)\n", "        self.experts = Qwen3MoeRouted(config)\n"), ("class Qwen3MoeSparseMoeBlock", "class Qwen3MoeRouted(Qwen3MoeExperts):\n    pass\n\n\nclass Qwen3MoeSparseMoeBlock")),
-    changed("fused_experts", "mixtral", "gate and up swapped", (GATE_UP, GATE_UP.replace("gate, up", "up, gate"))),
     changed("fused_experts", "qwen3_omni_moe", "a loop of another form", ("            " + ADDED, "            final_hidden_states = final_hidden_states.index_add(0, token_idx, current_hidden_states)"), because="the sum is the same, by another name", gives="ops.fused_moe("),
-    changed("fused_experts", "gpt_oss", "the biases dropped from the first projection", ("+ self.gate_up_proj_bias[expert_idx]", "+ self.gate_up_proj_bias.mean()")),
-    changed("stacked_experts", "qwen3_moe", "a loop that cannot be read", (GATE_UP, GATE_UP.replace("gate, up", "up, gate"))),
 )  # fmt: skip
 
 HEADS = (
@@ -97,56 +52,17 @@ HEADS = (
     changed("fused_loss", "qwen3_moe", "another statement beside the loss", (LOSS, LOSS + "\n            loss = loss * 2")),
     changed("fused_loss", "qwen3_moe", "an else branch", (IF_LABELS, IF_LABELS + "\n        else:\n            loss = logits.sum() * 0")),
     changed("fused_loss", "qwen3_moe", "another condition", (IF_LABELS, IF_LABELS.replace("labels is not None", "labels is not None and self.training"))),
-    changed("fused_loss", "qwen3_moe", "a second loss", (IF_LABELS, IF_LABELS + "\n        if labels is not None and self.training:\n            loss = loss + self.loss_function(logits, labels, self.vocab_size)")),
-    changed("fused_loss", "qwen3_moe", "logits used below", ("        aux_loss = None\n", "        aux_loss = None\n        spread = logits.std()\n")),
     changed("fused_loss", "qwen3_moe", "logits that are no plain name", (LOSS, LOSS.replace("logits, labels", "logits.float(), labels"))),
     changed("fused_loss", "qwen3_moe", "the projection elsewhere", ("logits = self.lm_head(hidden_states)", "logits = project(hidden_states)"), ("@auto_docstring\nclass Qwen3MoeForCausalLM", "def project(x):\n    return x\n\n\n@auto_docstring\nclass Qwen3MoeForCausalLM")),
     changed("fused_loss", "qwen3_moe", "labels renamed", ("labels: torch.LongTensor", "targets: torch.LongTensor"), ("labels is not None", "targets is not None"), ("logits, labels,", "logits, targets,")),
     changed("fused_loss", "qwen3_moe", "forward renamed", ("    @can_return_tuple\n    @auto_docstring\n    def forward(", "    @can_return_tuple\n    @auto_docstring\n    def run(")),
-    *(changed("fused_loss", "qwen3_moe", title, (PROJECTED, after)) for title, after in (
-        ("hidden states changed below the head", PROJECTED + "\n        hidden_states = hidden_states * 0"),
-        ("hidden states changed in place below the head", PROJECTED + "\n        hidden_states.mul_(0)"),
-        ("labels moved by the logits", PROJECTED + "\n        labels = labels.to(logits.device) if labels is not None else None"),
-        ("another operand of another tensor", PROJECTED + " + self.extra_head(outputs[0])"),
-        ("another operand of the same name", "logits = self.extra_head(hidden_states) + self.lm_head(outputs[0])"),
-        ("a mean over the tokens", PROJECTED + "\n        logits = logits - logits.mean(dim=1, keepdim=True)"),
-        ("a maximum over everything", PROJECTED + "\n        logits = logits / logits.max()"),
-        ("a shift of the tokens", PROJECTED + "\n        logits = logits[:, 1:]"),
-        ("a change that depends on the length", PROJECTED + "\n        if logits.shape[1] > 7:\n            logits = logits * 2"),
-        ("a convolution below the head", PROJECTED + "\n        logits = torch.conv1d(logits, self.filters)"),
-        ("a loss without labels", PROJECTED + "\n        loss = 0.0"),
-        ("a value that the result needs", PROJECTED + "\n        scale = logits.dtype\n        outputs.past_key_values = scale"),
-    )),
-    *(changed("fused_loss", "qwen3_moe", title, ("        aux_loss = None\n", "        aux_loss = None\n        " + code + "\n")) for title, code in (
-        ("logits handed to another loss", "loss = loss + self.z_loss(logits, labels)"),
-        ("logits handed to a function", "entropy = compute_entropy(logits=logits)"),
-        ("logits in a tuple that is computed with", "pair = (logits, labels)\n        loss = loss + pair[0].std()"),
-        ("another name for the logits", "scores = logits"),
-    )),
-    *(changed("fused_loss", "qwen3_moe", title, ("        aux_loss = None\n", "        aux_loss = None\n        " + code + "\n")) for title, code in (
-        ("no loss after all", "loss = None"),
-        ("no loss where there was one", "if output_router_logits:\n            loss = None"),
-        ("another loss below", "loss = self.contrastive(hidden_states)"),
-    )),
-    *(changed("fused_loss", "qwen3_moe", title, (PROJECTED, code + "\n        " + PROJECTED)) for title, code in (
-        ("an early return above the head", "if self.training:\n            return outputs"),
-        ("labels changed above the head", "labels = labels.masked_fill(labels < 5, -100)"),
-        ("labels changed in place", "labels.clamp_(min=0)"),
-    )),
-    changed("fused_loss", "qwen3_moe", "an early return below the head", (PROJECTED, PROJECTED + "\n        if self.training:\n            return outputs")),
     *(changed("fused_loss", "qwen3_moe", title, (LOSS, LOSS.replace("self.vocab_size, **kwargs", arguments))) for title, arguments in (
-        ("another index that does not count", "self.vocab_size, None, 0, **kwargs"),
         ("more arguments than the loss names", "self.vocab_size, None, -100, None, 0.1"),
         ("arguments by a tuple", "self.vocab_size, *self.loss_arguments"),
-        ("a number of items of this rank's labels", "self.vocab_size, (labels != -100).sum()"),
-        ("a number of items that the head counts", "self.vocab_size, aux_loss"),
-        ("an argument made of the logits", "self.vocab_size, scale=logits.std()"),
     )),
-    changed("fused_loss", "qwen3_moe", "a loss of its own", ("        self.lm_head = nn.Linear(", "        self.loss_function = make_loss(config)\n        self.lm_head = nn.Linear(")),
     changed("fused_loss", "qwen3_moe", "the number of items by its place", (LOSS, LOSS.replace("**kwargs", 'kwargs.get("num_items_in_batch")')), because="the signature of the loss names it", gives='num_items_in_batch=kwargs.get("num_items_in_batch")'),
     changed("fused_loss", "qwen3_moe", "an annotated loss", ("        loss = None\n", "        loss: torch.Tensor | None = None\n"), because="it is unset all the same", gives="logits, loss = ops.causal_lm_loss("),
     changed("fused_loss", "qwen3_moe", "a keyword that the loss ignores", (LOSS, LOSS.replace("**kwargs", "label_smoothing=0.1, **kwargs")), because="it is handed on as it is", gives="label_smoothing=0.1,"),
-    changed("fused_loss", "qwen3_moe", "a term of one rank's tokens", ("        aux_loss = None\n", "        aux_loss = None\n        loss = loss + 0.1 * hidden_states.pow(2).mean() if labels is not None else None\n"), because="it is named, and refused on several ranks", gives='local_loss_terms = ("0.1 * hidden_states.pow(2).mean()",)'),
     changed("fused_loss", "qwen3_moe", "a value beside scaled logits", (PROJECTED, PROJECTED + "\n        shown = self.config.shown\n        logits = logits * 2"), because="what the logits do not need stays where it is", gives="\n        shown = self.config.shown\n"),
     changed("fused_loss", "qwen3_moe", "a scale of the logits", (PROJECTED, PROJECTED + "\n        logits = logits * self.config.scale - torch.logsumexp(logits, dim=-1, keepdim=True)"), because="each token by itself", gives="dim=-1, keepdim=True)\n            return logits"),
     changed("fused_loss", "qwen3_moe", "no generation, a hidden projection", ("class Qwen3MoeForCausalLM(Qwen3MoePreTrainedModel, GenerationMixin)", "class Qwen3MoeForCausalLM(Qwen3MoePreTrainedModel)"), ("self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)", "self.lm_head = make_head(config)"), ("@auto_docstring\nclass Qwen3MoeForCausalLM", "def make_head(config):\n    return nn.Linear(1, 2)\n\n\n@auto_docstring\nclass Qwen3MoeForCausalLM")),
@@ -203,8 +119,6 @@ SEQUENCE = (
     changed("mixer_sp", "qwen3_next", "the delta rule's tokens turned otherwise", ("x.transpose(1, 2).to(torch.float32", "x.transpose(2, 1).to(torch.float32"), because="slices are refused where nothing says that tokens come first", gives="ops.refuse_slices("),
     changed("mixer_sp", "qwen3_next", "a convolution across channels", ("        groups=hidden_size,\n    )[:, :, :seq_len]", "        groups=1,\n    )[:, :, :seq_len]"), because="slices are refused where channels are mixed", gives="ops.refuse_slices("),
     changed("mixer_sp", "qwen3_next", "both functions renamed throughout", ("torch_chunk_gated_delta_rule", "delta"), ("causal_conv1d_fn", "conv"), because="they are read from their bodies", gives="ops.delta_rule("),
-    changed("length_choices", "qwen3_moe", "long sequences scaled", ("        query_states = self.q_norm(", "        if hidden_states.size(1) > 4096:\n            hidden_states = hidden_states * 1.4\n        query_states = self.q_norm("), because="a slice may be shorter where its sequence is longer: refused on slices, unchanged on a whole sequence", gives="ops.refuse_length_choice(\"Qwen3MoeAttention\", \"hidden_states.size(1) > 4096\")"),
-    changed("length_choices", "qwen3_moe", "rotary angles of the largest position", ("        freqs = position_ids[..., None]", "        position_ids = position_ids / (position_ids.max() + 1).clamp(min=4096)\n        freqs = position_ids[..., None]"), because="a slice has another largest position than its sequence: refused on slices, unchanged on a whole sequence", gives="ops.refuse_length_choice(\"Qwen3MoeRotaryEmbedding\", \"position_ids.max()\")"),
     changed("drawn_masks", "deepseek_v4", "the class by an import of its own", ("isinstance(attention_mask, torch.Tensor)", "isinstance(attention_mask, Tensor)"), ("from torch import nn\n", "from torch import Tensor, nn\n"), because="names are resolved", gives="ops.drawn_mask(attention_mask)"),
     changed("drawn_masks", "deepseek_v4", "torch's own question", ("isinstance(attention_mask, torch.Tensor)", "torch.is_tensor(attention_mask)"), because="torch.is_tensor asks the same", gives="ops.drawn_mask(attention_mask)"),
     changed("drawn_masks", "deepseek_v4", "a helper that asks", ("isinstance(attention_mask, torch.Tensor)", "_is_drawn(attention_mask)"), ("class DeepseekV4Attention(", "def _is_drawn(mask):\n    return isinstance(mask, torch.Tensor)\n\n\nclass DeepseekV4Attention("), because="functions of the file are followed", gives="ops.drawn_mask(attention_mask)"),
@@ -242,8 +156,8 @@ CLASSES = (
     changed("absolute_imports", "qwen3_moe", "by a call", ("from ...activations import ACT2FN", 'import importlib\n\nACT2FN = importlib.import_module("...activations", __package__).ACT2FN')),
 )  # fmt: skip
 
-# Formulas that fused_ops does not know stay as upstream has them, with a note: correct, and no default could call them
-# an error (upstream has dozens). The hits that a config pins do.
+# Formulas that no table knows stay as upstream has them, with a note: correct, and no default could call them an error
+# (upstream has dozens). The hits that a config pins do.
 NORM = "return self.weight * hidden_states.to(input_dtype)"
 FORMULAS = (
     changed("fused_ops", "qwen3_moe", "another rotation", ("return torch.cat((-x2, x1), dim=-1)", "return torch.cat((x2, -x1), dim=-1)")),
@@ -256,18 +170,18 @@ FORMULAS = (
     changed("fused_ops", "qwen3_moe", "a norm with a learned epsilon", ("self.norm = Qwen3MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)", "self.norm = Qwen3MoeRMSNorm(config.hidden_size, eps=nn.Parameter(torch.tensor(1e-6)))")),
     changed("fused_ops", "qwen3_moe", "gate and up summed", ("self.act_fn(self.gate_proj(x)) * self.up_proj(x)", "self.act_fn(self.gate_proj(x)) + self.up_proj(x)")),
     changed("fused_ops", "qwen3_moe", "the product taken apart", ("        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))", "        gate = self.act_fn(self.gate_proj(x))\n        down_proj = self.down_proj(gate * self.up_proj(x))")),
+    changed("fused_experts", "qwen3_moe", "gate and up swapped", (GATE_UP, GATE_UP.replace("gate, up", "up, gate"))),
+    changed("fused_experts", "qwen3_moe", "a limit between", (ACTIVATED, "gate = gate.clamp(max=7.0)\n            " + ACTIVATED)),
+    changed("fused_experts", "qwen3_moe", "a limit in place", (ACTIVATED, "gate.clamp_(max=7.0)\n            " + ACTIVATED)),
+    changed("fused_experts", "qwen3_moe", "scaled after the loop", ("        return final_hidden_states\n\n\nclass Qwen3MoeTopKRouter", "        return final_hidden_states * 2\n\n\nclass Qwen3MoeTopKRouter")),
+    changed("fused_experts", "qwen3_moe", "only some of the experts", ("for expert_idx in expert_hit:", "for expert_idx in expert_hit[: self.limit]:")),
+    changed("fused_experts", "qwen3_moe", "activation in fp32", (ACTIVATED, ACTIVATED.replace("self.act_fn(gate)", "self.act_fn(gate.float())"))),
+    changed("fused_experts", "qwen3_moe", "routing weights in fp32", ("top_k_weights[token_idx, top_k_pos, None]", "top_k_weights[token_idx, top_k_pos, None].float()")),
+    changed("fused_experts", "qwen3_moe", "weights normalised in the experts", ("        for expert_idx in expert_hit:", "        top_k_weights = top_k_weights / top_k_weights.sum(-1, keepdim=True)\n        for expert_idx in expert_hit:")),
+    changed("fused_experts", "gpt_oss", "the biases dropped from the first projection", ("+ self.gate_up_proj_bias[expert_idx]", "+ self.gate_up_proj_bias.mean()")),
 )  # fmt: skip
 
-AUX = "        aux_loss = None\n"
-TERM = "loss += self.router_aux_loss_coef * aux_loss.to(loss.device)"
 RETURNED = "    return overall_loss * num_experts\n"
-BALANCE = "def load_balancing_loss_func("
-MASKED = "                attention_mask,\n            )\n            if labels"
-HELD = "        self.router_aux_loss_coef = config.router_aux_loss_coef\n"
-HEAD_CLASS = "@auto_docstring\nclass Qwen3MoeForCausalLM"
-HIDDEN = "        hidden_states = outputs.last_hidden_state\n"
-OUTPUT = "return MoeCausalLMOutputWithPast("
-CHANGED = "result.loss = result.loss**2\n    return result\n\n\n"
 LOSSES = (
     *(changed("router_loss", "qwen3_moe", title, edit) for title, edit in (
         ("a root of the loss", (RETURNED, RETURNED.replace("overall_loss * num_experts", "(overall_loss * num_experts).sqrt()"))),
@@ -275,50 +189,7 @@ LOSSES = (
         ("another number of rows", ("router_prob_sum / total_rows", "router_prob_sum / (total_rows + 1)")),
         ("a mask in another order", ("flat_mask.repeat_interleave(top_k)", "flat_mask.repeat(top_k)")),
         ("a softmax over the tokens", ("softmax(layer_gate.to(compute_device), dim=-1)", "softmax(layer_gate.to(compute_device), dim=0)")),
-        ("the loss under a decorator", (BALANCE, "def rooted(f):\n    return lambda *a: f(*a) ** 0.5\n\n\n@rooted\n" + BALANCE)),
-        ("the loss replaced below", (RETURNED, RETURNED + "\n\ndef rooted(f):\n    return lambda *a: f(*a) ** 0.5\n\n\nload_balancing_loss_func = rooted(load_balancing_loss_func)\n")),
-        ("another torch", (BALANCE, "from elsewhere import torch\n\n\n" + BALANCE)),
         ("the loss handed to a function", ("aux_loss = load_balancing_loss_func(", "aux_loss = balanced(load_balancing_loss_func,")),
-        ("logits of other tokens", ("                outputs.router_logits,\n                self.num", "                tuple(x.roll(1, 0) for x in outputs.router_logits),\n                self.num")),
-        ("logits changed above", (AUX, "        outputs.router_logits = tuple(x.roll(1, 0) for x in outputs.router_logits)\n" + AUX)),
-        ("a mask of the labels", (MASKED, MASKED.replace("attention_mask", "labels.ne(-100)"))),
-        ("a mask changed above", (AUX, "        attention_mask = None\n" + AUX)),
-        ("a number of experts of the batch", ("                self.num_experts,\n                self", "                labels.shape[1],\n                self")),
-    )),
-    *(changed("fused_loss", "qwen3_moe", title, *edits) for title, *edits in (
-        ("a function named like a result", (OUTPUT, "return MadeOutput("), (HEAD_CLASS, "def MadeOutput(**kwargs):\n    return MoeCausalLMOutputWithPast(**kwargs)\n\n\n" + HEAD_CLASS)),
-        ("a result with a method", (OUTPUT, "return Made("), (HEAD_CLASS, "class Made(MoeCausalLMOutputWithPast):\n    def __post_init__(self):\n        self.loss = self.loss**2\n\n\n" + HEAD_CLASS)),
-        ("a result from elsewhere", ("from ...modeling_outputs import MoeCausalLMOutputWithPast, ", "from .elsewhere import MoeCausalLMOutputWithPast\nfrom ...modeling_outputs import ")),
-        ("a result that a function changes", ("            router_logits=outputs.router_logits,\n        )\n", "            router_logits=outputs.router_logits,\n        )\n        return squared(made)\n"), (OUTPUT, "made = MoeCausalLMOutputWithPast("), (HEAD_CLASS, "def squared(result):\n    " + CHANGED + HEAD_CLASS)),
-        ("another value as the loss", ("            loss=loss,\n            aux", "            loss=hidden_states.std(),\n            aux")),
-        ("a loss of no part in its value", (AUX, "        loss = hidden_states.std().to(loss.device) if loss is not None else None\n" + AUX)),
-        ("a forward that a call goes around", ("        self.post_init()\n\n    @can_return_tuple", "        self.post_init()\n\n    def __call__(self, *args):\n        result = super().__call__(*args)\n        " + CHANGED.replace("\n    return", "\n        return").rstrip() + "\n\n    @can_return_tuple")),
-        ("a forward replaced below", ("class Qwen3MoeForSequence", "Qwen3MoeForCausalLM.forward = squared(Qwen3MoeForCausalLM.forward)\n\n\nclass Qwen3MoeForSequence")),
-        ("a hook on the forward", (HELD, HELD + "        self.register_forward_hook(squared)\n")),
-        ("a hook on the head's gradients", (HELD, HELD + "        self.lm_head.register_full_backward_pre_hook(squared)\n")),
-        ("a hook by its name", (HELD, HELD + "        getattr(self.lm_head, 'register_forward_hook')(squared)\n")),
-        ("a hook of all modules", (HELD, HELD + "        nn.modules.module.register_module_full_backward_hook(squared)\n")),
-        ("a hook that another class adds", ("        self.norm = Qwen3MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)\n", "        self.norm = Qwen3MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)\n        for module in self.children():\n            module.register_forward_hook(squared)\n")),
-        ("a hook that a function adds", (HELD, HELD + "        held(self.lm_head)\n"), (HEAD_CLASS, "def held(module):\n    module.register_forward_hook(squared)\n\n\n" + HEAD_CLASS)),
-        ("a head's forward set by its name", (HELD, HELD + "        setattr(self.lm_head, 'forward', squared)\n")),
-        ("a head's forward set by a function", (HELD, HELD + "        held(self.lm_head)\n"), (HEAD_CLASS, "def held(module):\n    module.forward = squared\n\n\n" + HEAD_CLASS)),
-        ("a head's forward set in a loop", (HELD, HELD + "        for module in self.children():\n            module.__dict__['forward'] = squared\n")),
-        ("a forward of the head's own", (HELD, HELD + "        self.forward = squared\n")),
-        ("a head's weight normed before each call", (HELD, HELD + "        nn.utils.weight_norm(self.lm_head)\n")),
-        ("a head's weight normed by a helper class", (HELD, HELD + "        Normer()(self.lm_head)\n"), (HEAD_CLASS, "class Normer:\n    def __call__(self, module):\n        nn.utils.weight_norm(module)\n\n\n" + HEAD_CLASS)),
-        ("a hook that a subclass adds", ("class Qwen3MoeForSequence", "class Qwen3MoeForMore(Qwen3MoeForCausalLM):\n    def __init__(self, config):\n        super().__init__(config)\n        self.lm_head.register_forward_hook(squared)\n\n\nclass Qwen3MoeForSequence")),
-        ("a head of another class than it was made", (HELD, HELD + "        for module in self.children():\n            module.__class__ = nn.Identity\n")),
-        ("a number of items in the arguments", (HIDDEN, HIDDEN + '        kwargs["num_items_in_batch"] = input_ids.shape[1]\n')),
-        ("a number of items by an update", (HIDDEN, HIDDEN + "        kwargs.update(num_items_in_batch=input_ids.shape[1])\n")),
-        ("arguments made anew", (HIDDEN, HIDDEN + "        kwargs = dict(kwargs, num_items_in_batch=7)\n")),
-        ("a number of items of the tokens", (LOSS, LOSS.replace("**kwargs", "num_items_in_batch=input_ids.shape[1]"))),
-        ("labels that a function changes", (HIDDEN, HIDDEN + "        seen = masked(labels)\n"), (HEAD_CLASS, "def masked(y):\n    return y.masked_fill_(y % 3 == 0, -100)\n\n\n" + HEAD_CLASS)),
-    )),
-    *(changed("fused_loss", "qwen3_moe", title, *edits, because="it is named, and refused where losses of ranks are added", gives="local_loss_terms = (") for title, *edits in (
-        ("a coefficient in a buffer", (HELD, HELD.replace("self.router_aux_loss_coef = config.router_aux_loss_coef", 'self.register_buffer("router_aux_loss_coef", torch.tensor(0.1))'))),
-        ("a coefficient changed in forward", (AUX, "        self.router_aux_loss_coef = hidden_states.detach().std()\n" + AUX)),
-        ("a router loss changed in place", (TERM, "aux_loss.mul_(hidden_states.detach().std())\n                " + TERM)),
-        ("a condition of one rank's tokens", (TERM, "if labels.shape[1] > 8:\n                    " + TERM)),
     )),
 )  # fmt: skip
 

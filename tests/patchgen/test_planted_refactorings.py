@@ -7,33 +7,18 @@ import functools
 import pytest
 from generation_cases import anatomy_of, default_config, edited, load
 
-from patchgen import pipeline, source
-from patchgen.anatomy import Role, study
-from patchgen.anatomy.towers import is_divided
-from patchgen.errors import PassMismatch
-from patchgen.model_configs import config_for
+from patchgen import pipeline
+from patchgen.anatomy import Role
 
 DOUBLED = "def doubled(function):\n    return lambda *args: 2 * function(*args)\n\n\n"
 OTHER_NORM = "def softer(self, x):\n    return x\n\n\n"
 ROTATE = "def rotate_half(x):"
 APPLY = '@use_kernel_forward_from_hub("rotary_pos_emb")\ndef apply_rotary'
 NORM = "class Gemma3RMSNorm(nn.Module):"
-HEAD = "        logits = self.lm_head(hidden_states)\n"
-FINAL_NORM = "        hidden_states = self.norm(hidden_states)\n"
 CONVOLVED = "            hidden_states = causal_conv1d_fn(hidden_states, self.conv.weight.squeeze(1), self.conv.bias, **kwargs)\n"
-BLOCK = "        hidden_states = hidden_states + self.mlp(self.norm2(hidden_states))\n"
-PROJECTED = "        attn_output = self.proj(attn_output)\n"
-IN_LOOP = "            if layer_num in self.deepstack_visual_indexes:\n"
-MERGED = "        x = self.linear_fc2(self.act_fn(self.linear_fc1(x)))\n        return x\n"
-CHUNKS = "        padded_embed = nn.functional.gelu(self.conv2(padded_embed)).transpose(1, 2)\n"
+
 BUILT = "        self.vocab_size = config.vocab_size\n        self.lm_head"
-WITH_BUFFER = (BUILT, "        self.seen = nn.Buffer(torch.zeros(()))\n" + BUILT)
-CHANGES_SELF = "LlamaForCausalLM.forward changes self for the next call, on each rank alone: "
-HEAD_CLASS = "class LlamaForCausalLM(LlamaPreTrainedModel, GenerationMixin):\n"
-MEAN = "hidden_states = hidden_states - hidden_states.mean(0, keepdim=True)\n"
 INTERFACE = "        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface("
-ROUTED = "        final_hidden_states = self.experts("
-PENALTY = ((ROUTED, "        penalty = self.experts.gate_up_proj.norm()\n" + ROUTED),)
 SIZES = "(image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()"
 ENCODED = """        image_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
@@ -41,18 +26,6 @@ ENCODED = """        image_grid_thw: torch.LongTensor | None = None,
         pixel_values = pixel_values.type(self.visual.dtype)
         vision_output: BaseModelOutputWithDeepstackFeatures = self.visual(
             pixel_values, grid_thw=image_grid_thw,"""
-AUXILIARY = """class AddLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, loss):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, torch.ones((), dtype=grad.dtype)
-
-
-"""
-
 # model, title, edits, what the note says
 LEFT = (
     ("gemma3", "a wrapped helper of a norm", ((NORM, DOUBLED + NORM), ("    def _norm(self, x):", "    @doubled\n    def _norm(self, x):")), "Gemma3RMSNorm: a norm of another formula"),
@@ -61,50 +34,13 @@ LEFT = (
     ("llama", "a wrapped rotation", ((ROTATE, DOUBLED + "@doubled\n" + ROTATE),), "apply_rotary_pos_emb: a rotary embedding of another formula"),
     ("llama", "a rotation replaced below", ((APPLY, "rotate_half = torch.neg\n\n\n" + APPLY),), "apply_rotary_pos_emb: a rotary embedding of another formula"),
     ("llama", "a rotation wrapped below", ((APPLY, DOUBLED + "rotate_half = doubled(rotate_half)\n\n\n" + APPLY),), "apply_rotary_pos_emb: a rotary embedding of another formula"),
-    ("llama", "a hook that scales gradients", ((HEAD, "        hidden_states.register_hook(lambda g: g / g.norm())\n" + HEAD),), "hidden_states.register_hook(lambda g: g / g.norm()) is added to the loss"),
-    ("llama", "a backward hook of a module", ((FINAL_NORM, "        self.norm.register_full_backward_hook(print)\n" + FINAL_NORM),), "self.norm.register_full_backward_hook(print) is added to the loss"),
-    ("llama", "a hook that a function adds", (("def repeat_kv(", "def scaled(x):\n    x.register_hook(print)\n    return x\n\n\ndef repeat_kv("), (FINAL_NORM, "        hidden_states = scaled(hidden_states)\n" + FINAL_NORM)), "x.register_hook(print) is added to the loss"),
-    ("llama", "a hook under another name", ((FINAL_NORM, "        add = hidden_states.register_hook\n        add(print)\n" + FINAL_NORM),), "hidden_states.register_hook is added to the loss"),
-    ("llama", "a loss that a backward adds", (("class LlamaMLP(", AUXILIARY + "class LlamaMLP("), (HEAD, "        hidden_states = AddLoss.apply(hidden_states, hidden_states.mean())\n" + HEAD)), "AddLoss.backward: torch.ones((), dtype=grad.dtype) is added to the loss"),
-    ("llama", "a mean copied into an attribute", ((HEAD, "        self.seen.copy_(hidden_states.mean())\n" + HEAD),), CHANGES_SELF + "self.seen.copy_(hidden_states.mean())"),
-    ("llama", "a running sum", ((HEAD, "        self.seen += hidden_states.mean()\n" + HEAD),), CHANGES_SELF + "self.seen += hidden_states.mean()"),
-    ("llama", "a mean assigned to a part of an attribute", ((HEAD, "        self.seen[0] = hidden_states.mean()\n" + HEAD),), CHANGES_SELF + "self.seen[0] = hidden_states.mean()"),
-    ("llama", "a new value of a saved buffer", ((HEAD, "        self.seen = self.seen + hidden_states.mean()\n" + HEAD), WITH_BUFFER), CHANGES_SELF + "self.seen = self.seen + hidden_states.mean()"),
-    ("llama", "a running mean in a plain attribute", ((HEAD, "        self.mean = 0.9 * self.mean + hidden_states.mean()\n" + HEAD),), CHANGES_SELF + "self.mean = 0.9 * self.mean + hidden_states.mean()"),
-    ("llama", "a saved buffer by setattr", ((HEAD, '        setattr(self, "seen", hidden_states.mean())\n' + HEAD), WITH_BUFFER), CHANGES_SELF + "setattr(self, 'seen', hidden_states.mean())"),
-    ("llama", "a buffer that torch writes to", ((HEAD, "        torch.mean(hidden_states, out=self.seen)\n" + HEAD), WITH_BUFFER), CHANGES_SELF + "torch.mean(hidden_states, out=self.seen)"),
     ("llama", "torch's attention by a local name", ((INTERFACE, "        attend = nn.functional.scaled_dot_product_attention\n        value_states = attend(query_states, key_states, value_states)\n" + INTERFACE),), "calls nn.functional.scaled_dot_product_attention itself"),
     ("llama", "torch's attention from a table", (("def repeat_kv(", 'ATTEND = {"sdpa": torch.nn.functional.scaled_dot_product_attention}\n\n\ndef repeat_kv('), (INTERFACE, '        value_states = ATTEND["sdpa"](query_states, key_states, value_states)\n' + INTERFACE)), "calls torch.nn.functional.scaled_dot_product_attention itself"),
-    ("qwen3_moe", "a penalty of stacks", PENALTY, "Qwen3MoeSparseMoeBlock reads self.experts.gate_up_proj, of which a rank would hold a part: not expert-parallel"),
-    ("qwen3_moe", "a penalty by another name", ((ROUTED, "        stacks = self.experts\n        penalty = stacks.down_proj.norm()\n" + ROUTED),), "reads stacks.down_proj, of which a rank would hold a part: not expert-parallel"),
-    ("qwen3_moe", "a penalty of all parameters", ((ROUTED, "        penalty = sum(p.norm() for p in self.experts.parameters())\n" + ROUTED),), "reads self.experts.parameters, of which a rank would hold a part: not expert-parallel"),
-    ("qwen3_moe", "a penalty of a layer", (("        hidden_states = self.mlp(hidden_states)\n", "        penalty = sum(p.norm() for p in self.mlp.parameters())\n        hidden_states = self.mlp(hidden_states)\n"),), "Qwen3MoeDecoderLayer reads self.mlp.parameters, of which a rank would hold a part: not expert-parallel"),
-    ("qwen3_moe", "a stack by its path", ((ROUTED, '        penalty = self.get_parameter("experts.gate_up_proj").norm()\n' + ROUTED),), "Qwen3MoeSparseMoeBlock reads self.get_parameter, of which a rank would hold a part: not expert-parallel"),
-    ("qwen3_moe", "a stack by a computed name", ((ROUTED, "        penalty = getattr(self.experts, self.stack).norm()\n" + ROUTED),), "reads getattr(self.experts, self.stack), of which a rank would hold a part: not expert-parallel"),
-    ("qwen3_moe", "a stack by a getter", (("import torch\n", "import operator\n\nimport torch\n"), (ROUTED, '        penalty = operator.attrgetter("experts.gate_up_proj")(self).norm()\n' + ROUTED)), "reads operator.attrgetter('experts.gate_up_proj'), of which a rank would hold a part: not expert-parallel"),
-    ("qwen3_moe", "a stack by its module's dictionary", ((ROUTED, '        penalty = vars(self.experts)["_parameters"]["down_proj"].norm()\n' + ROUTED),), "reads vars(self.experts), of which a rank would hold a part: not expert-parallel"),
     ("qwen3_vl", "another formula of grids by another name", ((ENCODED, ENCODED.replace("image_grid_thw", "grids")), (SIZES, SIZES.replace("image_grid_thw", "grids").replace("2)", "2 + 2)"))), "grids.prod(-1) // self.visual.spatial_merge_size ** 2 + 2 is not the features of each grid"),
     ("qwen3_vl", "sizes that merge by the sides of a patch", (("split_sizes = " + SIZES, "merge = self.visual.patch_size[0] * self.visual.patch_size[1]\n        split_sizes = (image_grid_thw.prod(-1) // merge).tolist()"),), "image_grid_thw.prod(-1) // merge is not the features of each grid"),
     ("qwen3_vl", "sizes with a number added", ((SIZES, SIZES.replace("2)", "2 + 2)")),), "image_grid_thw.prod(-1) // self.visual.spatial_merge_size ** 2 + 2 is not the features of each grid"),
     ("qwen3_vl", "sizes that merge frames", ((SIZES, SIZES.replace("spatial", "temporal")),), "image_grid_thw.prod(-1) // self.visual.temporal_merge_size ** 2 is not the features of each grid"),
     ("qwen3_vl", "sizes of frames", ((SIZES, SIZES.replace("thw.prod", "thw[:, 1:].prod")),), "image_grid_thw[:, 1:].prod(-1) // self.visual.spatial_merge_size ** 2 is not the features of each grid"),
-    ("qwen3_vl", "a block that mixes patches", ((BLOCK, BLOCK + "        " + MEAN),), "Qwen3VLVisionModel is computed whole"),
-    ("qwen3_vl", "an attention that mixes patches", ((PROJECTED, "        attn_output = attn_output + attn_output.flip(0)\n" + PROJECTED),), "Qwen3VLVisionModel is computed whole"),
-    ("qwen3_vl", "a loop that mixes patches", ((IN_LOOP, "            " + MEAN + IN_LOOP),), "Qwen3VLVisionModel is computed whole"),
-    ("qwen3_vl", "a merger in the loop that mixes groups", ((MERGED, MERGED.replace("return x", "return x - x.mean(0)")),), "Qwen3VLVisionModel is computed whole"),
-    ("qwen2_5_vl", "an attention that divides by its length", ((PROJECTED, "        attn_output = attn_output / len(attn_output)\n" + PROJECTED),), "Qwen2_5_VisionTransformerPretrainedModel is computed whole"),
-    ("qwen3_vl", "a loop that changes rows in place", ((IN_LOOP, "            hidden_states.sub_(hidden_states.mean(0))\n" + IN_LOOP),), "Qwen3VLVisionModel is computed whole"),
-)  # fmt: skip
-# Of the same rules; each reads a large file anew.
-MORE = (
-    ("qwen3_vl", "an MLP that mixes patches", (("        return self.linear_fc2(self.act_fn(self.linear_fc1(hidden_state)))", "        hidden_state = hidden_state / hidden_state.abs().amax(0)\n        return self.linear_fc2(self.act_fn(self.linear_fc1(hidden_state)))"),), "Qwen3VLVisionModel is computed whole"),
-    ("qwen3_vl", "an attention that counts patches", ((PROJECTED, "        attn_output = attn_output / seq_length\n" + PROJECTED),), "Qwen3VLVisionModel is computed whole"),
-    ("qwen2_5_vl", "an attention that reads one patch", ((PROJECTED, "        attn_output = attn_output - attn_output[:1]\n" + PROJECTED),), "Qwen2_5_VisionTransformerPretrainedModel is computed whole"),
-    ("qwen2_5_vl", "an attention that rolls patches", ((PROJECTED, "        attn_output = torch.cat([attn_output[1:], attn_output[:1]])\n" + PROJECTED),), "Qwen2_5_VisionTransformerPretrainedModel is computed whole"),
-    ("qwen2_5_vl", "an attention that multiplies patches", ((PROJECTED, "        attn_output = attn_output @ (attn_output.T @ attn_output)\n" + PROJECTED),), "Qwen2_5_VisionTransformerPretrainedModel is computed whole"),
-    ("qwen2_5_vl", "an attention that turns patches", ((PROJECTED, "        attn_output = attn_output.transpose(0, 1).reshape(seq_length, -1)\n" + PROJECTED),), "Qwen2_5_VisionTransformerPretrainedModel is computed whole"),
-    ("qwen2_5_vl", "an attention that reads rows in another form", ((PROJECTED, "        attn_output = attn_output.reshape(-1, seq_length).reshape(seq_length, -1)\n" + PROJECTED),), "Qwen2_5_VisionTransformerPretrainedModel is computed whole"),
-    ("qwen3_vl", "a loop that mixes rows under another name", ((IN_LOOP, "            other = hidden_states.roll(1, 0)\n            hidden_states = other\n" + IN_LOOP),), "Qwen3VLVisionModel is computed whole"),
 )  # fmt: skip
 
 
@@ -120,11 +56,7 @@ def changed(model: str, edits: tuple[tuple[str, str], ...]):
 
 @pytest.mark.parametrize(
     ("model", "title", "edits", "note"),
-    [
-        pytest.param(*case, id=f"{case[0]}: {case[1]}", marks=marks)
-        for cases, marks in ((LEFT, ()), (MORE, pytest.mark.slow))
-        for case in cases
-    ],
+    [pytest.param(*case, id=f"{case[0]}: {case[1]}") for case in LEFT],
 )
 @pytest.mark.sampled(3)
 def test_what_is_not_known_is_left_alone_with_a_note(model: str, title: str, edits, note: str):
@@ -133,79 +65,14 @@ def test_what_is_not_known_is_left_alone_with_a_note(model: str, title: str, edi
     assert any(note in one for one in notes), notes
 
 
-def terms_of(*edits: tuple[str, str]) -> str:
-    """The terms of one rank that the head of the changed llama names; "" for none."""
-    text = pipeline.generate(edited(upstream("llama"), *edits), default_config("llama")).text
-    _, is_named, terms = text.partition("local_loss_terms = ")
-    return terms.partition("\n\n")[0] if is_named else ""
-
-
-def before_the_head(*lines: str) -> tuple[str, str]:
-    return HEAD, "".join(f"        {line}\n" for line in lines) + HEAD
-
-
-def registered(arguments: str) -> tuple[str, str]:
-    return BUILT, f"        self.register_buffer({arguments})\n{BUILT}"
-
-
-TRACK = "    def track(self, x):\n        self.seen += x.mean()\n\n"
-ADD = "    def add(self, total, x):\n        total += x.mean()\n\n"
-AVERAGE = "0.9 * self.seen + 0.1 * hidden_states.mean()"
-
-
-@pytest.mark.parametrize(
-    ("edits", "named"),
-    [
-        ((before_the_head("self.seen.data += hidden_states.mean()"), WITH_BUFFER), "self.seen.data += hidden_states.mean()"),
-        ((before_the_head("self.seen.data = self.seen + hidden_states.mean()"), WITH_BUFFER), "self.seen.data = self.seen"),
-        ((before_the_head("seen = self.seen", "seen += hidden_states.mean()"), WITH_BUFFER), "seen += hidden_states.mean()"),
-        ((before_the_head("self.seen, other = hidden_states.mean(), 1"), WITH_BUFFER), "self.seen, other = (hidden"),
-        ((before_the_head(f"self.seen = ({AVERAGE}).to(self.seen.dtype)"), WITH_BUFFER), "self.seen = (0.9"),
-        ((before_the_head(f"self.seen = {AVERAGE}"), registered('name="seen", tensor=torch.zeros(())')), "self.seen = 0.9"),
-        ((before_the_head("self.track(hidden_states)"), (HEAD_CLASS, HEAD_CLASS + TRACK), WITH_BUFFER), "self.seen += x.mean()"),
-        ((before_the_head("self.add(self.seen, hidden_states)"), (HEAD_CLASS, HEAD_CLASS + ADD), WITH_BUFFER), "total += x.mean()"),
-        ((before_the_head("self.seen.mul_(0.9).add_(hidden_states.mean())"), WITH_BUFFER), "self.seen.mul_(0.9).add_"),
-        ((before_the_head("self.load[input_ids] += 1"),), "self.load[input_ids] += 1"),
-        ((before_the_head("if hidden_states.isnan().any():", "    self.skipped += 1"),), "self.skipped += 1"),
-    ],
-    ids=["added to data", "new data", "by a local name", "one of two targets", "a running mean, cast", "a buffer registered by keywords", "in a method", "in a method that is handed the buffer", "two calls in place", "counts by index", "in a branch that data chooses"],
-)  # fmt: skip
-def test_state_made_of_data_is_named(edits: tuple[tuple[str, str], ...], named: str):
-    assert CHANGES_SELF + named in terms_of(*edits)
-
-
-@pytest.mark.parametrize(
-    "edits",
-    [
-        (before_the_head("self.seen = self.extended(self.seen)"), registered('"seen", torch.zeros(()), persistent=False')),
-        (before_the_head("self.seen = self.extended(hidden_states)"), registered('"seen", torch.zeros(()), False')),
-        (before_the_head("self.seen = self.seen.to(hidden_states.device)"), WITH_BUFFER),
-        (before_the_head("self.seen = self.seen.float().type_as(hidden_states)"), WITH_BUFFER),
-        (before_the_head("self.calls += 1"),),
-        (before_the_head("self.shapes['last'] = hidden_states.shape"),),
-        (before_the_head("scale = self.vocab_size", "scale *= hidden_states.mean()"),),
-        (before_the_head("self.track(hidden_states.shape)"), (HEAD_CLASS, HEAD_CLASS + TRACK), WITH_BUFFER),
-        (before_the_head("seen = self.seen", "seen = seen + hidden_states", "seen += hidden_states"), WITH_BUFFER),
-        (before_the_head("self.seen = self.grown(hidden_states, self.seen)"), (HEAD_CLASS, HEAD_CLASS + "    def grown(self, x, table):\n        return table if len(table) >= x.shape[1] else torch.arange(x.shape[1])\n\n")),
-        (before_the_head("self.seen = hidden_states", "self.seen = self.seen * 2"),),
-        (before_the_head("self.seen = max(self.seen, len(hidden_states))"),),
-    ],
-    ids=["a buffer that no checkpoint keeps", "the same by a positional argument", "moved to the device of data", "cast to the dtype of data", "a count of calls", "shapes", "a local name for a number", "a method that is handed a shape", "a local name for a new tensor", "a table that grows", "a value that this call assigned", "a length"],
-)  # fmt: skip
-@pytest.mark.sampled(3)
-def test_what_is_no_state_of_data_is_not_named(edits: tuple[tuple[str, str], ...]):
-    assert terms_of(*edits) == ""
-
-
 @pytest.mark.parametrize(
     ("edit", "form"),
     [
         ((BUILT, f'        self.loss_type = "ForMaskedLM"\n{BUILT}'), '"aligned"'),
         ((BUILT, f'        self.loss_type = "ForCausalLM"\n{BUILT}'), None),
         ((BUILT, f"        self.loss_type = None\n{BUILT}"), None),
-        ((BUILT, f'        kind = "ForMaskedLM"\n        self.loss_type = kind\n{BUILT}'), '"aligned"'),
     ],
-    ids=["masked", "causal", "none", "masked by a local name"],
+    ids=["masked", "causal", "none"],
 )
 def test_the_library_loss_that_a_head_names_decides_which_labels_it_takes(edit: tuple[str, str], form: str | None):
     text = pipeline.generate(edited(upstream("llama"), edit), default_config("llama")).text
@@ -219,46 +86,6 @@ def test_a_head_that_names_no_loss_takes_that_of_its_class_name():
     one = edited(upstream("eurobert"), (logits, check + logits))
     text = pipeline.generate(one, default_config("eurobert")).text
     assert check in text and 'loss_form = "aligned"' in text
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "found"),
-    [
-        ('"ForTokenClassification"', "LlamaForCausalLM: ForTokenClassification"),
-        ("config.loss_type", "LlamaForCausalLM: config.loss_type"),
-        ('"ForMaskedLM" if config.mlp_bias else "ForCausalLM"', "LlamaForCausalLM: ForCausalLM, ForMaskedLM"),
-    ],
-    ids=["no language model's", "unknown", "two"],
-)
-def test_a_library_loss_that_is_not_known_is_missed(loss_type: str, found: str):
-    edit = (BUILT, f"        self.loss_type = {loss_type}\n{BUILT}")
-    with pytest.raises(PassMismatch, match=f"closest  {found}"):
-        pipeline.generate(edited(upstream("llama"), edit), default_config("llama"))
-
-
-QUERIES = "        query_states = query_states.transpose(0, 1).unsqueeze(0)\n"
-MERGERS = "                Qwen3VLVisionPatchMerger(\n"
-
-
-@pytest.mark.parametrize(
-    ("edit", "divided"),
-    [
-        ((PROJECTED, "        attn_output = attn_output.mul(2)\n" + PROJECTED), True),
-        ((PROJECTED, "        attn_output = attn_output.div(seq_length)\n" + PROJECTED), False),
-        ((PROJECTED, "        attn_output = attn_output / cu_seqlens.numel()\n" + PROJECTED), False),
-        ((PROJECTED, "        attn_output = attn_output - sum(attn_output)\n" + PROJECTED), False),
-        ((PROJECTED, "        attn_output = nn.functional.layer_norm(attn_output, attn_output.shape)\n" + PROJECTED), False),
-        ((PROJECTED, "        attn_output = attn_output.where(attn_output)\n" + PROJECTED), False),
-        ((QUERIES, "        query_states = query_states.transpose(0, 1)\n        query_states = query_states.reshape(seq_length, self.num_heads, -1)\n" + QUERIES), False),
-        ((MERGERS, MERGERS.replace("Qwen3VLVisionPatchMerger", "nn.BatchNorm1d")), False),
-    ],
-    ids=["times a number", "divided by the number of rows", "divided by a count of lengths", "a builtin sum over rows", "a norm over rows", "where with a condition alone", "queries read as other rows", "a batch norm as merger"],
-)  # fmt: skip
-@pytest.mark.sampled(3)
-def test_a_tower_is_divided_only_where_all_that_it_does_keeps_rows_apart(edit: tuple[str, str], divided: bool):
-    one = edited(upstream("qwen3_vl"), edit)
-    anatomy = study(source.parse(one.text, one.path), one)
-    assert is_divided(anatomy, anatomy.classes["Qwen3VLVisionModel"]) is divided
 
 
 @pytest.mark.parametrize(
@@ -279,20 +106,10 @@ def test_a_tower_is_divided_only_where_all_that_it_does_keeps_rows_apart(edit: t
         "the same function by another name",
     ],
 )
-def test_a_second_convolution_along_the_sequence_is_refused(edit: str):
-    with pytest.raises(PassMismatch, match="every operation along the sequence in a call of its own name"):
-        pipeline.generate(edited(upstream("lfm2"), (CONVOLVED, edit)), default_config("lfm2"))
-
-
-@pytest.mark.parametrize("mixed", ["padded_embed.mean(0)", "padded_embed.roll(1, 0)", "len(padded_embed)"])
-@pytest.mark.sampled(3)
-def test_chunks_of_sound_that_are_mixed_are_convolved_whole(mixed: str):
-    def text(*edits) -> str:
-        return pipeline.generate(changed("qwen2_5_omni", edits), config_for("qwen2_5_omni")).text
-
-    assert "ops.chunk_rows" in text() and "ops.chunk_rows" not in text(
-        (CHUNKS, CHUNKS + f"        padded_embed = padded_embed - {mixed}\n")
-    )
+@pytest.mark.sampled(5)
+def test_a_second_convolution_along_the_sequence_refuses_slices(edit: str):
+    text = pipeline.generate(edited(upstream("lfm2"), (CONVOLVED, edit)), default_config("lfm2")).text
+    assert 'ops.refuse_slices("Lfm2ShortConv")' in text
 
 
 def test_videos_that_a_decorator_changes_are_not_encoded_with_images():
@@ -312,12 +129,6 @@ def test_a_count_of_placeholders_is_known_by_where_it_stands():
     assert f"ops.is_sliced() or {other}" in generated.text
 
 
-def test_experts_that_others_read_are_not_divided():
-    generated = pipeline.generate(changed("qwen3_moe", PENALTY), default_config("qwen3_moe"))
-    named = "Qwen3MoeSparseMoeBlock reads self.experts.gate_up_proj, of which a rank would hold a part"
-    assert "experts={}" in generated.text and f'"Qwen3MoeExperts": "{named}"' in generated.text
-
-
 def test_shared_experts_beside_the_exchange_keep_their_keyword_argument():
     call = "self.shared_experts({})"
     edits = ((call.format("residuals"), call.format("x=residuals")),)
@@ -325,11 +136,11 @@ def test_shared_experts_beside_the_exchange_keep_their_keyword_argument():
     assert "ops.beside_experts(lambda: self.shared_experts(x=residuals))" in generated.text
 
 
-def test_a_dispatcher_by_another_name_is_refused():
+def test_a_dispatcher_by_another_name_asks_our_register():
     name = "use_experts_implementation"
     edits = ((f"import {name}", f"import {name} as dispatched"), (f"@{name}", "@dispatched"))
-    with pytest.raises(PassMismatch, match=f"decorator by its name, @{name}"):
-        pipeline.generate(changed("qwen3_moe", edits), default_config("qwen3_moe"))
+    generated = pipeline.generate(changed("qwen3_moe", edits), default_config("qwen3_moe"))
+    assert "@dispatched(experts_interface=ops.experts_interface)" in generated.text
 
 
 ATTENTION = """

@@ -11,8 +11,6 @@ NOTES = {
     "bloom": "BloomForCausalLM: BloomModel takes no position ids: not sequence-parallel",
     "mpt": "MptForCausalLM: MptModel takes no position ids: not sequence-parallel",
     "roberta": "RobertaForCausalLM: no decoder of this file is below it",
-    "rwkv": "RwkvSelfAttention.forward: rwkv_linear_attention_cpu steps along the sequence",
-    "minimax": "MiniMaxLightningAttention.forward steps along the sequence (`for i in range(num_blocks)`)",
     "gptj": "GPTJAttention: hand-written softmax(q k) v",
     "reformer": "ReformerModelWithLMHead: no decoder of this file is below it",
     "xlstm": "xLSTMForCausalLM: xLSTMModel takes no position ids",

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from recorded_facts import OF_LENGTH, OF_STATE, record
 from transformers.models.auto import modeling_auto
 
 from patchgen.runtime import registry
 from patchgen.runtime.compatibility import ALLOW_VARIABLE
+from patchgen.runtime.verify.slices import fake_rank
 from patchgen.runtime.verify.small_config import small_config
 
 sys.path.insert(0, str(Path(__file__).parent / "verify"))
@@ -97,6 +99,20 @@ def test_build_model_takes_a_config(generated_folder):
     model = registry.build_model(small_config("mixtral").config, directory=generated_folder, dtype=torch.bfloat16)
     assert type(model).__name__ == "MixtralForCausalLM"
     assert next(model.parameters()).dtype == torch.bfloat16
+
+
+def test_a_model_whose_proof_leaves_one_rank_is_not_built_on_several(tmp_path):
+    config = small_config("mixtral").config
+    record(write_stand_in(tmp_path, "mixtral") / "modeling_mixtral.py", [OF_STATE])
+    with fake_rank(), pytest.raises(ValueError, match="line 9, `self.seen = x`: .* it trains on one rank, not on 2"):
+        registry.build_model(config, directory=tmp_path)
+    assert registry.build_model(config, directory=tmp_path).config is config
+
+
+def test_a_model_whose_proof_leaves_whole_sequences_is_built_on_ranks_that_may_have_them(tmp_path):
+    record(write_stand_in(tmp_path, "mixtral") / "modeling_mixtral.py", [OF_LENGTH])
+    with fake_rank():
+        registry.build_model(small_config("mixtral").config, directory=tmp_path)
 
 
 def test_an_unknown_config_names_the_nearest_and_the_command(generated_folder):

@@ -26,8 +26,10 @@ from patchgen.runtime.verify.observe.places import Source
 
 LENGTHS = (*range(2, 66), *(2**power for power in range(7, 21)))
 """For which outcomes of comparisons are computed."""
+OTHER_POSITIONS = (-1, 2**20)  # a number of tokens follows from them: none, and more than limits are
 EFFECT = "it is computed from the length of this rank's tokens"
-OF_SIZES = ("__get__", "size", "__len__", "numel", "nelement")
+OF_SIZES = ("__get__", "size", "__len__")
+OF_COUNTS = ("numel", "nelement")
 _SHAPES = """
     view reshape expand repeat arange zeros ones empty full new_zeros new_ones new_empty new_full narrow split chunk unfold
     __getitem__ __setitem__ tril triu pad unflatten expand_as select index_select tile roll linspace zeros_like ones_like
@@ -88,13 +90,24 @@ class Lengths:
         contrary: the line whose first comparison has the other outcome; None: none.
         found: line -> what is computed there.
         compared: the lines where all that is found is a comparison.
+        reduced: the lines where all that is found is a largest position, or another one of them all.
+        other_position: a line, and what its largest position is instead.
     """
 
-    def __init__(self, source: Source, length: int, whole: int = 0, contrary: int | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        length: int,
+        whole: int = 0,
+        contrary: int | None = None,
+        other_position: tuple[int, int] | None = None,
+    ) -> None:
         self.source, self.length, self.whole, self.contrary = source, length, whole, contrary
         self.found: dict[int, str] = {}
         self.converted: dict[int, str] = {}
         self.compared: set[int] = set()
+        self.reduced: set[int] = set()
+        self.other_position = other_position
 
     def outcome(self, outcome: bool, number: Any) -> bool:
         """Notes a comparison with a number here that comes out otherwise for other lengths; returns its outcome."""
@@ -103,6 +116,7 @@ class Lengths:
             return outcome
         if line not in self.found:
             self.compared.add(line)
+        self.reduced.discard(line)
         self.found.setdefault(line, f"a length is compared with {number:g}")
         if line != self.contrary:
             return outcome
@@ -126,6 +140,20 @@ class Lengths:
         if line is not None:
             self.found.setdefault(line, what)
             self.compared.discard(line)
+            self.reduced.discard(line)
+
+    def reduction(self, result: Any, name: str) -> Any:
+        """Notes what is computed of all positions here; returns it, or another position."""
+        line = self.source.running_line()
+        if line is None:
+            return result
+        is_all = line not in self.found or line in self.reduced
+        self.note(f"the {name} of positions is computed")
+        if is_all and isinstance(result, Tensor):
+            self.reduced.add(line)
+        if self.other_position is not None and line == self.other_position[0]:
+            return torch.full_like(result, self.other_position[1])
+        return result
 
     @contextlib.contextmanager
     def watching(self, positions: Tensor | None) -> Iterator[None]:
@@ -246,6 +274,9 @@ class _Sizes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
+        if name in OF_COUNTS:
+            # Whether the sequence is whole is said by the tensor's sizes: two heads make a slice's count one of a sequence.
+            return math.prod(map(self._remembering, args[0].shape))
         if name in OF_SIZES:
             return self._remembering(result)
         operands = (*args, *(kwargs or {}).values())
@@ -256,7 +287,7 @@ class _Sizes(TorchFunctionMode):
             self.positions[id(result)] = result
         if any(isinstance(operand, Tensor) and id(operand) in self.positions for operand in operands):
             if name in REDUCTIONS:
-                self.lengths.note(f"the {name} of positions is computed")
+                return self.lengths.reduction(result, name)
             elif name in POSITION_VIEWS:
                 for one in result if isinstance(result, tuple | list) else (result,):
                     self.positions[id(one)] = one
@@ -273,7 +304,8 @@ def lengths_used(
 ) -> list[Fact]:
     """What `run`, the loss of rows of `length` tokens, computes from their length or from the largest position.
 
-    A comparison has no effect if the loss is the same with its other outcome: a table that grows, a warning.
+    A comparison has no effect if the loss is the same with its other outcome: a table that grows, a warning. A largest position has
+    none if the loss is the same with a position before the first token's and with one after any other.
 
     Args:
         whole: the length of the sequence of which the rows are slices; 0: they are whole.
@@ -285,6 +317,10 @@ def lengths_used(
     for line in lengths.compared:
         if _is_same(loss, Lengths(source, length, whole, contrary=line), positions, run):
             effects[line] = ""
+    for line in lengths.reduced:
+        others = (Lengths(source, length, whole, other_position=(line, position)) for position in OTHER_POSITIONS)
+        if all(_is_same(loss, other, positions, run) for other in others):
+            effects[line] = ""
     converted = {line: what for line, what in lengths.converted.items() if line not in lengths.found}
     return [
         Fact(LENGTH, line, source.code(line), what, effects.get(line, ""))
@@ -293,7 +329,7 @@ def lengths_used(
 
 
 def _is_same(loss: Tensor, contrary: Lengths, positions: Tensor | None, run: Callable[[], Tensor]) -> bool:
-    """Whether the loss is the same with the other outcome of a comparison; not if that raises."""
+    """Whether the loss is the same with the other outcome of a comparison or another largest position; not if that raises."""
     try:
         with contrary.watching(positions):
             return torch.equal(run(), loss)

@@ -38,21 +38,24 @@ def facts_of(comparison: Comparison) -> tuple[tuple[Fact, ...], frozenset[int]]:
     fresh = comparison.with_separate_documents(comparison.separates_documents)
     model, found = fresh.generated, _Found()
     source, batches = Source(type(model)), _batches(fresh)
+    first, second = batches[-1], batches[0]
+    found.watch(  # before all others: a value that is kept from the first call on is new only once
+        "what a step keeps",
+        lambda: kept_values.values_kept(source, model, lambda: fresh.step(first), lambda: fresh.step(second)),
+    )
     values = reads.Observed(source, model)
     with torch.no_grad():
         for batch in batches:
             found.watch("values", lambda batch=batch: values.in_run(lambda: fresh.forward(batch)))
+        if fresh.has_router_loss:
+            with fresh.router_loss_on():
+                found.watch("values", lambda: values.in_run(lambda: fresh.forward(batches[0])))
         if (length := _length(fresh)) > 0:
             rows = inputs.trainer_inputs(inputs.rows_of(fresh.tokens, length))
             found.watch(
                 "lengths",
                 lambda: lengths.lengths_used(source, length, rows.get("position_ids"), lambda: fresh.forward(rows)),
             )
-    first, second = batches[-1], batches[0]
-    found.watch(
-        "what a step keeps",
-        lambda: kept_values.values_kept(source, model, lambda: fresh.step(first), lambda: fresh.step(second)),
-    )
     return merged(found.facts), frozenset(values.executed_lines)
 
 

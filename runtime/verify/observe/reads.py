@@ -42,21 +42,26 @@ NAMES = {
 }
 CONVERSIONS = ("int()", "float()", "an index")
 FAR, FAR_WHOLE = 1e9, 10_000
+MANY = 256
+"""How many reads of a line are answered otherwise together: a loop that ends by them goes on after as many."""
 SIZE = "a size that values decide"
 
 
 class Reads:
-    """A context that collects reads, and answers one of them otherwise.
+    """A context that collects reads, and answers some of them otherwise.
 
     Attributes:
         found: line -> what reads there.
-        other: the line whose first read is answered by `answer`; None: none.
+        other: the line whose first `times` reads are answered by `answer`; None: none.
     """
 
-    def __init__(self, source: Source, other: int | None = None, answer: Callable[[Any], Any] | None = None) -> None:
-        self.source, self.other, self.answer = source, other, answer
+    def __init__(
+        self, source: Source, other: int | None = None, answer: Callable[[Any], Any] | None = None, times: int = 1
+    ) -> None:
+        self.source, self.other, self.answer, self.times = source, other, answer, times
         self.found: dict[int, str] = {}
         self.values: dict[int, Any] = {}
+        self._answered = 0
         self.reads = 0
 
     @contextlib.contextmanager
@@ -72,10 +77,10 @@ class Reads:
         if self.found.get(line, READ) == READ:
             self.found[line] = what
         self.values.setdefault(line, value)
-        if line != self.other or self.answer is None:
+        if line != self.other or self.answer is None or self._answered == self.times:
             return value
-        answer, self.answer = self.answer, None
-        return answer(value)
+        self._answered += 1
+        return self.answer(value)
 
 
 class _Calls(TorchFunctionMode):
@@ -256,8 +261,10 @@ class Observed:
             if line in self._tried:
                 continue
             self._tried.add(line)
-            answers = other_answers(what, reads.values.get(line))
-            effects = (self._effect(run, Reads(self.source, line, answer), usual) for answer in answers)
+            answers = [(answer, 1) for answer in other_answers(what, reads.values.get(line))]
+            if isinstance(first := reads.values.get(line), bool):
+                answers.append((lambda _, other=not first: other, MANY))  # `any(row.any() for row in x)`
+            effects = (self._effect(run, Reads(self.source, line, *answer), usual) for answer in answers)
             facts.append(Fact(VALUE, line, self.source.code(line), what, next(filter(None, effects), "")))
         return facts
 

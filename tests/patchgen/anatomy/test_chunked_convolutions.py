@@ -65,6 +65,7 @@ def test_padded_chunks_are_convolved_up_to_their_selection():
         ("selected = torch.index_select(embed, 0, mask)", "selected = torch.index_select(embed, 0, mask)\n        again = torch.index_select(embed, 0, mask)"),
         ("selected = torch.index_select(embed, 0, mask)\n        return selected", "return torch.index_select(embed, 0, mask)"),
         ("index_select(embed", "index_select(features"),
+        ("padded_mask = pad(features, lengths)", "padded_mask = features.shape"),
         ("parts = []", "parts = [features]"),
         ("* padded_mask", "* other\n        padded_mask = 2"),
         ("        padded_feature, padded_mask = pad(features, lengths)\n", "        padded_feature = torch.index_select(features, 0, lengths)\n"),

@@ -157,7 +157,7 @@ def test_a_decorated_class_is_a_sign():
 TABLES = "def __init__(self, config):\n    self.keys = nn.Embedding(config.num_experts, 8)"
 
 
-def test_experts_of_another_kind_are_left_alone_where_a_file_has_no_others():
+def test_experts_of_another_kind_are_left_alone():
     def found(members: str, more: str = "") -> dict[str, str]:
         body = textwrap.indent(members, "    ")
         return left_alone_experts(
@@ -167,7 +167,5 @@ def test_experts_of_another_kind_are_left_alone_where_a_file_has_no_others():
     assert found(TABLES) == {"Example": "reads config.num_experts"}
     beside = "\nclass Block(nn.Module):\n    def __init__(self):\n        self.experts = make()\n"
     assert found(TABLES, beside) == {"Block": "sets self.experts"}  # which says more than an option that is read
-    decorated = "\n@use_experts_implementation\nclass Other(nn.Module):\n    pass\n"
-    assert found(TABLES, decorated) == {}  # the decorator says that they are of the seam's kind
     router = TABLES.replace("    self.keys", "    self.top = torch.topk(config.num_experts)\n    self.keys")
-    assert found(router) == {}
+    assert found(router) == {"Example": "reads config.num_experts"}

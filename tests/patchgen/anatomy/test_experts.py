@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from generation_cases import anatomy_of, edited, load
+from generation_cases import edited, load
 
 from patchgen import source
 from patchgen.anatomy import study
-from patchgen.anatomy.experts import ExpertsFormula, other_reader, read_experts
-from patchgen.errors import Missed, PassMismatch
+from patchgen.anatomy.experts import ExpertsFormula, read_experts
+from patchgen.errors import Missed
 from patchgen.passes.fused_experts import FusedExperts
 from patchgen.passes.fused_ops import FusedOps
 
@@ -41,7 +41,6 @@ def within(member: str) -> tuple[str, str]:
     return INIT, INIT.replace("    def forward", f"    {member}\n\n    def forward")
 
 
-MIXER = "class Mixer(nn.Module):\n    def forward(self, x):\n        return x - x.mean(0)"
 GUESSED = {
     "a function of the name linear": (
         ("nn.functional.linear(current_state", "linear(current_state"),
@@ -55,38 +54,6 @@ GUESSED = {
     "a local function in an import's place": (
         (ZEROS, f"nn = self.library\n        {ZEROS}"),
     ),
-    "a norm that mixes rows": (
-        (DOWN, f"{DOWN}{PAD}current_hidden_states = self.mix(current_hidden_states)\n"),
-        (INIT, INIT.replace(ACT, f"{ACT}        self.mix = Mixer()\n")),
-        above(MIXER),
-    ),
-    "a norm that nothing says": (
-        (DOWN, f"{DOWN}{PAD}current_hidden_states = self.mix(current_hidden_states)\n"),
-    ),
-    "a method that mixes rows": (
-        ("self.act_fn(gate) * up", "self.activate(gate) * up"),
-        within("def activate(self, gate):\n        return gate.softmax(dim=0)"),
-    ),
-    "an activation assigned twice": (
-        (INIT, INIT.replace(ACT, f"{ACT}        self.act_fn = Mixer()\n")),
-        above(MIXER),
-    ),
-    "an activation from outside": (above("def hook(experts):\n    experts.act_fn = nn.Identity()"),),
-    "an activation from outside, by a call": (above("def hook(experts):\n    experts.add_module('act_fn', nn.Softmax(dim=1))"),),
-    "an activation from outside, by a computed name": (above("def hook(experts, name):\n    setattr(experts, name, nn.Softmax(dim=1))"),),
-    "an activation among the modules": (within("def hook(self):\n        self._modules['act_fn'] = nn.Softmax(dim=1)"),),
-    "a number of another config": (
-        ("self.num_experts = config", "self.config = config.text_config\n        self.num_experts = config"),
-        ("if expert_idx == self.num_experts", "if expert_idx == self.config.num_experts"),
-    ),
-    "a number of a config that changes": (
-        ("self.num_experts = config", "many = config.num_experts\n        self.many = many\n        many = many + 1\n        self.num_experts = config"),
-        ("torch.empty(self.num_experts, 2", "torch.empty(many, 2"),
-        ("torch.empty(self.num_experts, self", "torch.empty(many, self"),
-        ("== self.num_experts", "== self.many"),
-        ("=self.num_experts + 1", "=self.many + 1"),
-    ),
-    "a table of the same name": (above("ACT2FN = {}"),),
     "tokens and slots by another order": ((".permute(2, 1, 0)", ".permute(2, 0, 1)"),),
     "no gradient of the projection": ((ACTIVATED, f"with torch.no_grad():\n{PAD}    {ACTIVATED}"),),
     "a value of the round before": ((ACTIVATED, f"hidden_states = hidden_states * 2\n{PAD}{ACTIVATED}"),),
@@ -126,33 +93,10 @@ def test_what_means_the_formula_is_read(case):
     assert read("Qwen3MoeExperts", *SAME[case]) == read("Qwen3MoeExperts")
 
 
-def test_a_learned_number_in_a_gate_is_unread():
-    """A kernel would fold it into a constant."""
-    assert read("GptOssExperts").apply_gate == "_apply_gate"
-    learned = ("self.alpha = config.swiglu_alpha", "self.alpha = nn.Parameter(torch.tensor(1.702))")
-    with pytest.raises(Missed) as caught:
-        read("GptOssExperts", learned)
-    assert caught.value.found == "self._apply_gate: self.alpha"
-
-
-def test_a_weight_that_may_be_something_else_is_unread():
-    with pytest.raises(Missed) as twice:
-        read("Qwen3MoeExperts", within("def reset(self):\n        self.down_proj = self.made()"))
-    found = twice.value.found
-    assert twice.value.expected == "Qwen3MoeExperts.down_proj = nn.Parameter(...)"
-    assert found.startswith("nn.Parameter(torch.empty(") and found.endswith(") or self.made()")
-    with pytest.raises(Missed) as outside:
-        read("Qwen3MoeExperts", above("def change(experts):\n    experts.down_proj = None"))
-    assert outside.value.found == "no self.down_proj"
-
-
 BATCHED = {
     "tokens where experts stand": ("view(self.gate_up_proj.shape[0], -1,", "view(-1, self.gate_up_proj.shape[0],"),
-    "another count than the experts'": ("view(self.gate_up_proj.shape[0], -1,", "view(self.intermediate_size, -1,"),
-    "another dimension of the stack": ("view(self.gate_up_proj.shape[0], -1,", "view(self.gate_up_proj.shape[1], -1,"),
     "the other half activated": ("up * self.act_fn(gate)", "gate * self.act_fn(up)"),
     "halves of the rows": ("gate_up.chunk(2, dim=-1)", "gate_up.chunk(2, dim=1)"),
-    "put together with another width": ("next_states.view(-1, self.hidden_size)", "next_states.view(-1, self.expert_dim)"),
     "left in parts": ("next_states = next_states.view(-1, self.hidden_size)", "next_states = next_states"),
     "scaled": ("return next_states", "return next_states * 2"),
     "something added": ("(up * self.act_fn(gate))", "(up * self.act_fn(gate) + up)"),
@@ -218,23 +162,23 @@ SECOND = {
 
 
 @pytest.mark.parametrize("case", SECOND)
-def test_a_second_stack_of_experts_that_no_role_names_is_a_miss(case):
-    with pytest.raises(PassMismatch, match="sign     More "):
-        outcome(FusedExperts(), above(SECOND[case]))
+def test_a_second_stack_of_experts_that_no_role_names_is_named(case):
+    found = outcome(FusedExperts(), above(SECOND[case]))
+    assert any(note.startswith("More ") and "left as they are" in note for note in found.notes)
 
 
 IMPORT = "from .configuration_qwen3_moe import Qwen3MoeConfig"
 USE = (f"{ACT}\n    def forward(self, x):", f"{ACT}        self.more = More(config)\n\n    def forward(self, x):")
 
 
-def test_experts_of_another_file_are_a_miss():
+def test_experts_of_another_file_are_named():
     theirs = (IMPORT, f"{IMPORT}\nfrom ..mixtral.modeling_mixtral import MixtralExperts as More")
-    with pytest.raises(PassMismatch, match=r"uses MixtralExperts of transformers.models.mixtral.modeling_mixtral"):
-        outcome(FusedExperts(), theirs, USE)
+    named = "uses MixtralExperts of transformers.models.mixtral.modeling_mixtral"
+    assert any(named in note for note in outcome(FusedExperts(), theirs, USE).notes)
     beside = (IMPORT, f"{IMPORT}\nfrom .parts import MixtralExperts as More")
     parts = {"parts.py": load("mixtral").text}
-    with pytest.raises(PassMismatch, match=r"uses MixtralExperts of transformers.models.qwen3_moe.parts"):
-        outcome(FusedExperts(), beside, USE, siblings=parts)
+    named = "uses MixtralExperts of transformers.models.qwen3_moe.parts"
+    assert any(named in note for note in outcome(FusedExperts(), beside, USE, siblings=parts).notes)
 
 
 @pytest.mark.parametrize("kind", ["RMSNorm", "MLP"])
@@ -255,14 +199,6 @@ def test_rotations_of_complex_numbers_and_gated_norms_are_named(model, named):
     assert any(note.startswith(named) for note in FusedOps().notes(module, study(module, origin)))
 
 
-def test_an_mlp_whose_activation_mixes_rows_is_a_miss():
-    mixed = ("self.act_fn(self.gate_proj(x))", "self.mix(self.gate_proj(x))")
-    forward = "    def forward(self, x):\n        down_proj"
-    method = (forward, f"    def mix(self, x):\n        return x.softmax(0)\n\n{forward}")
-    with pytest.raises(PassMismatch, match="an activation of each row by itself"):
-        outcome(FusedOps(), mixed, method)
-
-
 def test_a_norm_of_another_torch_is_no_seam():
     assert not any("Norm" in hit.site for hit in outcome(FusedOps(), above("class torch:\n    float32 = None")).hits)
 
@@ -273,51 +209,3 @@ def test_a_cap_from_a_part_of_the_config_is_a_number():
     assert isinstance(
         read_experts(study(source.parse(origin.text, origin.path), origin), "Inkling2Experts"), ExpertsFormula
     )
-
-
-HELD = """
-class Experts(nn.Module):
-    def __init__(self, config):
-        self.w1 = nn.Parameter(torch.empty(config.n, 8, 8))
-
-    def forward(self, x):
-        return x @ self.w1[0]
-
-class Model(ExamplePreTrainedModel):
-    def __init__(self, config):
-        self.experts = Experts(config)
-
-    def forward(self, x):
-        return self.experts(x)
-
-class Head(ExamplePreTrainedModel):
-    def __init__(self, config):
-        self.model = Model(config)
-        self.other = nn.Linear(8, 8)
-
-    def forward(self, x):
-        {}
-"""
-
-
-def reader_of(lines: str) -> str:
-    return other_reader(anatomy_of(HELD.format(lines)), "Experts", ["w1"], ["Experts", "Head", "Model"])
-
-
-def test_what_reads_all_parameters_of_a_model_reads_those_of_its_experts():
-    penalty = "penalty = sum(one.sum() for one in self.other.parameters())"
-    lines = f"{penalty}\n        return self.model(x), penalty + sum(one.sum() for one in self.model.parameters())"
-    assert reader_of(lines) == "Head reads self.model.parameters"
-
-
-def test_a_name_that_is_computed_may_be_that_of_the_experts_where_a_module_is_asked():
-    by_name = "getattr(self.model, self.config.part)"
-    assert reader_of(f"return {by_name}(x)") == f"Head reads {by_name}"
-    assert reader_of("return self.model(x.to(getattr(torch, self.kind)))") == ""
-
-
-def test_a_class_that_is_built_into_a_local_name_says_nothing_of_what_is_read():
-    built = "self.other = nn.Linear(8, 8)\n        self.other.extra = Extra()\n        extra = Extra()"
-    text = HELD.replace("self.other = nn.Linear(8, 8)", built).format("return x @ self.model.experts.w1[0]")
-    anatomy = anatomy_of(f"class Extra(nn.Module):\n    pass\n{text}")
-    assert other_reader(anatomy, "Experts", ["w1"], ["Experts", "Head", "Model"]) == "Head reads self.model.experts.w1"

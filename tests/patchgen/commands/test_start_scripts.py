@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -29,12 +30,16 @@ STAND_INS = {
 
 
 @pytest.mark.parametrize("kind", ["slurm", "ssh"])
-def test_what_was_given_arrives(kind: str, tmp_path: Path):
-    binaries = tmp_path / "bin"
+def test_what_was_given_arrives(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """At the program of the environment that wrote the script, which nothing else puts on the path."""
+    binaries, environment = tmp_path / "bin", tmp_path / "an $environment"
     binaries.mkdir()
+    environment.mkdir()
     for name, does in STAND_INS.items():
-        (binaries / name).write_text(f"#!/bin/bash\n{does}\n")
-        (binaries / name).chmod(0o755)
+        path = (environment if name == "patchgen" else binaries) / name
+        path.write_text(f"#!/bin/bash\n{does}\n")
+        path.chmod(0o755)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(environment))
     script = start_script(kind, Path(RECIPE), "a run\n#SBATCH --account=other", ASSIGNMENTS, 8, "2")
     assert "\n#SBATCH --account" not in script, "a name is one word"
     place = {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_ID": "7", "HOSTS": "node0 node1"}
@@ -55,6 +60,22 @@ def test_what_was_given_arrives(kind: str, tmp_path: Path):
 def test_a_script_does_not_drop_fresh_silently(kind: str):
     with pytest.raises(ConfigError, match="--fresh is not for --script.*--set log.directory"):
         invoke("train", "recipes/qwen3_moe_toy.yaml", "--script", kind, "--nnodes", "2", "--fresh")
+
+
+@pytest.mark.parametrize("kind", ["slurm", "ssh"])
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["parallel.sp=3"], "does not divide the number of ranks, 16"),
+        (["train.batches_per_step=10"], "batches_per_step = 10 is not divisible by the 16"),
+        (["eval_data={}", "train.eval_batches=10"], "eval_batches = 10 is not divisible by the 16"),
+    ],
+)
+def test_a_script_is_written_only_for_a_layout_that_fits(kind: str, settings: list[str], told: str):
+    command = ["train", "recipes/qwen3_moe_toy.yaml", "--script", kind, "--nproc", "8", "--nnodes", "2"]
+    with pytest.raises(ConfigError, match=told):
+        invoke(*command, *(word for setting in settings for word in ("--set", setting)))
+    assert f"PATH={sysconfig.get_path('scripts')}:" in invoke(*command).output
 
 
 def test_a_range_of_one_number_of_machines_is_that_number():

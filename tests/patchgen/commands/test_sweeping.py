@@ -17,7 +17,7 @@ from patchgen.runtime.verify import verify_model
 
 
 def on_ranks(kind: str, output, family: str = "text") -> int:
-    return sweeping.sweep_ranks(family, [kind], 2, 1, 2, output, fresh=False)
+    return sweeping.sweep_ranks(family, [kind], sweeping.layouts_of(2, 1, 2), output, fresh=False)
 
 
 def in_one_process(kind: str, output, family: str = "text") -> int:
@@ -51,7 +51,8 @@ def test_a_type_of_the_other_kind_says_how_it_is_swept(start, tmp_path):
     [
         (["--sp", "4"], "--sp 4 does not divide --world 2.*give --world 4, or a multiple"),
         (["--sp", "2", "--ep", "3", "--world", "4"], "--ep 3 does not divide --world 4.*give --world 6"),
-        (["--world", "4"], "--world is the number of ranks of a layout.*give --sp or --ep"),
+        (["--world", "4"], "--world 4 alone is no layout.*give --sp or --ep with it, or --world 2"),
+        (["--world", "2", "--jobs", "4"], "one type at a time, on all ranks.*omit --jobs"),
         (["--sp", "2", "--transformers", "5.20.0"], "with the installed release.*omit --transformers"),
         (["--sp", "2", "--jobs", "4"], "one type at a time, on all ranks.*omit --jobs"),
     ],
@@ -65,7 +66,7 @@ def test_sizes_that_do_not_fit_the_ranks_are_refused_before_a_row_says_no(sizes,
 @pytest.mark.slow
 def test_types_of_which_none_can_be_compared_on_ranks_are_no_success(tmp_path, capsys):
     """A dense model has no experts to share."""
-    assert sweeping.sweep_ranks("text", ["llama"], 1, 2, 2, tmp_path, fresh=False) == 1
+    assert sweeping.sweep_ranks("text", ["llama"], sweeping.layouts_of(1, 2, 2), tmp_path, fresh=False) == 1
     assert "None of llama can be compared with ep2" in " ".join(capsys.readouterr().out.split())
 
 

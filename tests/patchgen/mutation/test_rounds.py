@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from patchgen.mutation import rounds, table
-from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, WRONG
+from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, TOLD, WRONG
 from patchgen.runtime.verify.committed_models import page_of, records_folder
 
 ROW = {
@@ -57,17 +57,20 @@ def test_the_table_counts_what_the_rows_say():
         row("d", NOT_RUN),
         row("e", REFUSED, by="prune", operator="commuted", keeps_meaning=True),
         row("f", EQUAL, operator="commuted", keeps_meaning=True, model="two"),
+        row("g", TOLD, by="two ranks", ranks=TOLD),
+        row("h", TOLD, by="an observed fact"),
     ]
     summary = table.summarise(rows)
-    assert summary["verdicts"] == {EQUAL: 2, REFUSED: 2, WRONG: 1, NOT_RUN: 1}
+    assert summary["verdicts"] == {EQUAL: 2, REFUSED: 2, TOLD: 2, WRONG: 1, NOT_RUN: 1}
     assert summary["keeping_meaning"] == {REFUSED: 1, EQUAL: 1}
     assert summary["operators"]["commuted"] == {REFUSED: 1, EQUAL: 1}
     assert summary["refused_by"] == {"fused_loss": {"scaled": 1}, "prune": {"commuted": 1}}
-    assert summary["ranks"] == {EQUAL: 1} and summary["codes"] == {"now": 5}
+    assert summary["told_by"] == {"two ranks": 1, "an observed fact": 1}
+    assert summary["ranks"] == {EQUAL: 1, TOLD: 1} and summary["codes"] == {"now": 7}
     assert [one["mutant"] for one in summary["wrong"]] == ["c"]
     text = table.page({"date": "2026-01-02", "versions": {"transformers": "5", "torch": "2"}, **summary})
-    assert "5 changed forms" in text and "**Wrong**: 1." in text and "1 are refused (50.0 %)" in text
-    assert "| commuted (keeps the meaning) | 1 | 1 |  |  |" in text and "mutant c: scaled" in text
+    assert "7 changed forms" in text and "nothing tells it: 1." in text and "1 are refused (50.0 %)" in text
+    assert "| commuted (keeps the meaning) | 1 |  | 1 |  |  |" in text and "mutant c: scaled" in text
 
 
 def test_the_committed_page_is_that_of_the_committed_record():

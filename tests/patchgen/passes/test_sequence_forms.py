@@ -143,9 +143,8 @@ def test_a_scan_of_another_form_refuses_slices(scan: str):
     assert "ops.causal_conv1d" not in outcome.module.text  # half of a mixer helps nobody
 
 
-def test_a_convolution_beside_a_served_scan_is_missed():
-    with pytest.raises(PassMismatch, match="a causal convolution of this file"):
-        applied(MixerSP(), mixer("self.conv(x)"))
+def test_a_convolution_beside_a_served_scan_refuses_slices():
+    assert 'ops.refuse_slices("Mixer")' in applied(MixerSP(), mixer("self.conv(x)")).module.text
 
 
 @pytest.mark.parametrize(
@@ -185,10 +184,10 @@ def test_a_convolution_in_a_layer_refuses_slices_unless_it_is_of_one_token(made:
     assert ('ops.refuse_slices("Qwen3DecoderLayer")' in text) == ("8, 3" in made)
 
 
-def test_an_ungrouped_convolution_beside_a_served_one_is_missed():
+def test_an_ungrouped_convolution_beside_a_served_one_refuses_slices():
     text = mixer().replace("groups=8)", "groups=8)\n        self.pre = nn.Conv1d(8, 8, 3)")
-    with pytest.raises(PassMismatch, match="in a call of its own name"):
-        applied(MixerSP(), text.replace("x = conv(x,", "x = conv(self.pre(x),"))
+    beside = applied(MixerSP(), text.replace("x = conv(x,", "x = conv(self.pre(x),"))
+    assert 'ops.refuse_slices("Mixer")' in beside.module.text
     listed = text.replace("self.pre = nn.Conv1d(8, 8, 3)", "self.pre.append(nn.Conv1d(8, 8, 3))")
     assert 'ops.refuse_slices("Mixer")' in applied(MixerSP(), listed).module.text
 
@@ -338,51 +337,10 @@ SCAN = (
         "    A = torch.mul(A.to(hidden_states.dtype), dt.float())",
     ),
 )
-ALIAS = (
-    ("scan_result = mamba2_chunk_scan(", "scan_result = chunk_scan("),
-    (
-        "logger = logging.get_logger(__name__)\n",
-        "logger = logging.get_logger(__name__)\nchunk_scan = mamba2_chunk_scan\n",
-    ),
-)
-SUMMED = (
-    (
-        "        # Chunk form\n        else:\n",
-        "        # Chunk form\n        else:\n            dt = dt.cumsum(dim=1)\n",
-    ),
-)
-
-
-@pytest.mark.parametrize("edits", [ALIAS, SUMMED], ids=["another name", "a sum along tokens"])
-def test_a_scan_that_nobody_wraps_is_refused_beside_a_convolution_that_is(edits):
-    with pytest.raises(PassMismatch, match="operations along the sequence in calls of their own names alone"):
-        pipeline.generate(edited(load("nemotron_h"), *edits))
 
 
 def test_a_scan_by_another_product_refuses_slices():
     assert "ops.refuse_slices(" in pipeline.generate(edited(load("nemotron_h"), *SCAN)).text
-
-
-AGREED = ":= ops.tokens_of_any_rank("
-REFUSED = "ops.refuse_uneven_ranks("
-TEST = "if moe_mm_token_type_ids is not None and moe_mm_token_type_ids.any():"
-RESULT = "        return final_hidden_states, router_logits\n\n\nclass Ernie4_5_VLMoeDecoderLayer("
-
-
-@pytest.mark.parametrize(
-    ("edits", "expected"),
-    [
-        ([("# Run moe on each modality", "# Each modality has experts of its own")], AGREED),
-        ([("moe_mm_token_type_ids", "kinds")], AGREED),
-        ([(TEST, "if moe_mm_token_type_ids is not None and moe_mm_token_type_ids.bool().any():")], REFUSED),
-        ([(RESULT, f"        self.last = moe_mm_token_type_ids\n{RESULT}")], REFUSED),
-    ],
-    ids=["upstream's", "renamed", "another test", "read behind the branch"],
-)
-@pytest.mark.sampled(3)
-def test_experts_that_some_ranks_tokens_skip_run_on_all_ranks_or_are_refused_on_several(edits, expected):
-    found = pipeline.generate(edited(load("ernie4_5_vl_moe"), *edits)).text
-    assert (AGREED in found, REFUSED in found) == (expected == AGREED, expected == REFUSED)
 
 
 RULE = """

@@ -273,5 +273,5 @@ def test_a_seam_that_is_lost_without_a_refusal_needs_a_review(committed: Path, t
     told = {site.kind: (site.symbol, site.reason) for site in found.sites if site.kind != "changed"}
     assert found.verdict == REVIEW and told == {
         "hits": ("Qwen3MoeRMSNorm.forward", "fused_ops at Qwen3MoeRMSNorm.forward: rms_norm seam -> nothing"),
-        "census": ("Qwen3MoeRMSNorm", "census: passes: fused_ops -> each token by itself"),
+        "census": ("Qwen3MoeRMSNorm", "census: passes: fused_ops -> as upstream wrote it"),
     }

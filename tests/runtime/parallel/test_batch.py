@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recorded_facts import OF_LENGTH, OF_STATE, recorded
 
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 
@@ -118,3 +119,36 @@ def test_stacked_positions_are_told_by_their_name(samples, rows):
     if samples != rows:
         with pytest.raises(ValueError, match="as stacked_position_ids"):
             slice_batch({"input_ids": ids, "position_ids": positions.transpose(0, 1)}, sp=1, sp_rank=0)
+
+
+# --------------------------------------------------------------------- what the proof of a model's file rules out
+
+
+def test_a_model_whose_proof_rules_out_slices_is_given_none(tmp_path):
+    model = recorded(tmp_path / "model", [OF_LENGTH])()
+    rows = {"input_ids": torch.ones(1, 8).long()}
+    with pytest.raises(ValueError, match="^Model: line 7, .* it trains with sp=1, not with sp=2"):
+        slice_batch(rows, sp=2, sp_rank=0, model=model)
+    assert slice_batch(rows, sp=1, sp_rank=0, model=model)["input_ids"].shape == (1, 8)
+    assert slice_batch(rows, sp=2, sp_rank=0)["input_ids"].shape == (1, 4)  # of no model
+
+
+def test_the_ranks_of_a_slice_are_ranks(tmp_path):
+    """A model that trains on one rank is given no slices either; how many ranks have other rows a batch does not show."""
+    model = recorded(tmp_path / "model", [OF_STATE])()
+    with pytest.raises(ValueError, match="it trains on one rank, not on 4"):
+        slice_batch({"input_ids": torch.ones(1, 8).long()}, sp=4, sp_rank=0, model=model)
+
+
+# -------------------------------------------------------------------------------------------------- built masks
+
+BUILT = [torch.ones(2, 1, 4, 4).bool(), {"full_attention": torch.ones(2, 1, 4, 4)}, torch.ones(1, 4)]
+
+
+@pytest.mark.parametrize("mask", BUILT, ids=["queries by keys", "by kind of layer", "of other rows"])
+def test_a_mask_that_somebody_built_is_passed_as_it_is_and_refused_on_slices(mask):
+    rows = {"input_ids": torch.arange(1, 9).view(2, 4), "attention_mask": mask}
+    assert slice_batch(rows, sp=1, sp_rank=0)["attention_mask"] is mask
+    with pytest.raises(ValueError, match=r"attention_mask must be \(2, 4\), .* found (one of shape|a dict of masks)"):
+        slice_batch(rows, sp=2, sp_rank=0)
+    assert rows["attention_mask"] is mask  # the caller's batch is not changed

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from recorded_facts import OF_LENGTH, OF_STATE, recorded
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from patchgen.runtime.parallel import ParallelConfig, sharding
 from patchgen.runtime.parallel.sequence import key_value_repeats
+from patchgen.runtime.verify.slices import fake_rank
 
 
 class Experts(nn.Module):
@@ -107,3 +109,41 @@ def test_key_heads_are_repeated_no_more_than_needed(query, key, size, repeats):
 def test_query_heads_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="Attention has 6 query heads, which sp=4 does not divide"):
         key_value_repeats(6, 2, 4, where="Attention")
+
+
+# ----------------------------------------------------------------------------------- layouts that a proof rules out
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_a_trainer_that_shards_parameters_itself_asks_for_the_layout(tmp_path):
+    kind = recorded(tmp_path / "slices", [OF_LENGTH])
+    with pytest.raises(ValueError, match=r"^Model: line 7, `scale = log\(n\)`: .* it trains with sp=1, not with sp=2"):
+        sharding.require_layout(kind, ranks=2, sp=2)
+    sharding.require_layout(kind, ranks=2, sp=1)
+
+
+@pytest.mark.parametrize(
+    ("fact", "sp", "told"),
+    [
+        (OF_STATE, 1, "line 9, `self.seen = x`: .* it trains on one rank, not on 2"),
+        (OF_LENGTH, 2, "line 7, .* it trains with sp=1, not with sp=2"),
+    ],
+)
+def test_nothing_is_sharded_on_ranks_that_the_proof_rules_out(tmp_path, fact, sp, told):
+    model = recorded(tmp_path / "model", [fact])()
+    with fake_rank(sp) as state:
+        with pytest.raises(ValueError, match=told):
+            sharding.shard_model(model, state)
+        assert not is_sharded(model)
+        sharding.shard_model(model, state, obeys_proof=False)  # a proof on ranks finds out
+        assert is_sharded(model)
+
+
+def test_whole_sequences_are_sharded_where_only_slices_are_ruled_out(tmp_path):
+    model = recorded(tmp_path / "model", [OF_LENGTH])()
+    with fake_rank(sp=1) as state:
+        sharding.shard_model(model, state)
+    assert is_sharded(model)

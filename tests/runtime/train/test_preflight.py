@@ -17,7 +17,8 @@ from transformers import BartForConditionalGeneration, LlamaConfig, LlamaForCaus
 from patchgen import pipeline, provenance, upstream
 from patchgen.commands import training
 from patchgen.errors import ConfigError
-from patchgen.runtime import launch, ops, registry
+from patchgen.runtime import attention, launch, parallel, registry
+from patchgen.runtime.attention_masks import UnsupportedError
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train import preflight
 from patchgen.runtime.train.recipe import ModelConfig, RecipeError, from_dict
@@ -126,13 +127,15 @@ def test_what_a_recipe_names_is_what_is_compared(home, tmp_path):
 
 def test_a_loss_that_is_no_sum_of_shares_is_refused_before_any_rank(home, tmp_path, monkeypatch):
     head = registry.find_model("llama").load().LlamaForCausalLM
-    monkeypatch.setattr(head, "local_loss_terms", ("0.1 * z_loss",), raising=False)
+    monkeypatch.setattr(head, "own_loss", ("smoothed(logits, labels)",), raising=False)
     recipe = recipe_of("llama", tmp_path / "run")
-    with pytest.raises(RecipeError, match=r"batches_per_step = 2.*LlamaForCausalLM adds 0\.1 \* z_loss to its loss"):
+    with pytest.raises(
+        RecipeError, match=r"batches_per_step = 2.*LlamaForCausalLM computes a loss of its own, smoothed"
+    ):
         preflight.decide_trainable(from_dict(recipe))
     recipe["train"]["batches_per_step"] = 1
     preflight.decide_trainable(from_dict(recipe))
-    with pytest.raises(RecipeError, match=r"parallel\.sp = 2.*LlamaForCausalLM adds"):
+    with pytest.raises(RecipeError, match=r"parallel\.sp = 2.*LlamaForCausalLM computes"):
         preflight.decide_trainable(from_dict(recipe | {"parallel": {"sp": 2}}))
 
 
@@ -188,13 +191,14 @@ def test_a_device_that_fails_in_the_rehearsal_is_no_answer(monkeypatch):
         slices.refusal_on_ranks(model, shares_sequence=True)
 
 
-def test_modules_that_not_every_rank_runs_are_refused_before_any_rank(home, tmp_path, monkeypatch):
+def test_what_a_model_refuses_on_several_ranks_is_refused_before_any_rank(home, tmp_path, monkeypatch):
     head = registry.find_model("llama").load().LlamaForCausalLM
     own = head.forward
 
     @functools.wraps(own)
     def forward(*args, **kwargs):
-        ops.refuse_uneven_ranks("Block", "types.any()")
+        if (state := parallel.current()) is not None and state.config.world > 1:
+            raise UnsupportedError("Block trains on one rank.")
         return own(*args, **kwargs)
 
     monkeypatch.setattr(head, "forward", forward)
@@ -202,9 +206,9 @@ def test_modules_that_not_every_rank_runs_are_refused_before_any_rank(home, tmp_
     monkeypatch.setattr(preflight, "_decide", lambda *arguments, **options: (decided, ()))
     recipe = recipe_of("llama", tmp_path / "run")
     preflight.decide_trainable(from_dict(recipe))
-    with pytest.raises(RecipeError, match=r"parallel\.ep = 2: 'llama': Which of its modules Block runs"):
+    with pytest.raises(RecipeError, match=r"parallel\.ep = 2: 'llama': Block trains on one rank"):
         preflight.decide_trainable(from_dict(recipe | {"parallel": {"ep": 2}}))
-    with pytest.raises(RecipeError, match=r"parallel\.ep = 2: 'llama': Which"):  # without sp: 2 as well
+    with pytest.raises(RecipeError, match=r"parallel\.ep = 2: 'llama': Block"):  # without sp: 2 as well
         preflight.decide_trainable(from_dict(recipe | {"parallel": {"ep": 2, "sp": 2}}))
 
 
@@ -225,6 +229,21 @@ def test_options_that_no_small_model_takes_are_told_of():
     ):
         small = preflight._shrunk_config(LlamaForCausalLM, config)
     assert small.hidden_act == LlamaConfig().hidden_act
+
+
+def test_a_padding_token_without_a_row_is_refused_in_one_sentence(home, tmp_path):
+    recipe = from_dict(recipe_of("llama", tmp_path / "run", overrides={"vocab_size": 100, "pad_token_id": 100}))
+    with pytest.raises(RecipeError, match="'llama': pad_token_id = 100 has no row in the embeddings: .* 100 tokens"):
+        preflight.decide_trainable(recipe)
+
+
+def test_without_a_small_form_each_layer_is_taken_to_need_every_feature():
+    config = LlamaConfig(num_hidden_layers=1, vocab_size=16, eos_token_id=list(range(8, 16)))
+    head = registry.find_head(config)
+    assert not preflight._is_default(config)
+    with pytest.warns(UserWarning, match="No small form of this config runs .*more than 7 special tokens"):
+        kinds = preflight.attention_choice.kinds_of(head, config)
+    assert {kind.features for kind in kinds} == {attention.FEATURES}
 
 
 def test_a_verdict_that_cannot_be_kept_is_told_of(tmp_path, monkeypatch):

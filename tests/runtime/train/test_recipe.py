@@ -29,6 +29,33 @@ def test_the_recipes_that_ship_are_valid_and_survive_printing(path):
     assert recipes.from_dict(recipes.to_dict(recipe)) == recipe
 
 
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_what_a_recipe_changes_is_all_that_it_says(path):
+    recipe, values = recipes.load(path), {}
+    changed = recipes.changed(recipes.to_dict(recipe))
+    for key, value in changed.items():
+        recipes.set_at(values, key, value)
+    assert recipes.from_dict(values) == recipe
+    assert len(changed) < len(recipes.flatten(recipes.to_dict(recipe))) / 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown"),
+    [
+        ("lora.rank", 8, {"lora.rank": 8}),  # of a section that is not there by default only this key
+        ("lora.rank", 16, {"lora": {}}),
+        ("optim.betas", [0.9, 0.95], {}),
+        ("optim.betas", [0.8, 0.95], {"optim.betas.0": 0.8, "optim.betas.1": 0.95}),
+        ("eval_data.kind", "text", {"eval_data": {}}),
+        ("train.steps", 1000, {}),
+    ],
+)
+def test_what_has_its_default_is_not_changed(path, key, value, shown):
+    before = recipes.changed(recipes.to_dict(recipes.load(path)))
+    after = recipes.changed(recipes.to_dict(recipes.load(path, {key: value})))
+    assert after == before | shown
+
+
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [

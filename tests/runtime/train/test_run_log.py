@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
+import types
 from pathlib import Path
 
 import pytest
 
 from patchgen.runtime import launch
 from patchgen.runtime.train import check_run, page, run_log, view
-from patchgen.runtime.train.recipe import RecipeError
+from patchgen.runtime.train.recipe import RecipeError, from_dict, to_dict
 from patchgen.runtime.train.records import Evaluation, RunStart, StepRecord, Summary, TrainingStopped
 from patchgen.runtime.train.sources import SourceFigures
 
+RECIPE = to_dict(from_dict({"model": {"source": "qwen3"}, "data": {}, "train": {"steps": 4}}))
 START = RunStart(
     name="mine", directory="runs/mine", steps=4, first_step=0, devices=2, device="cpu", parameters=3_000_000,
-    active_parameters=1_000_000, report="Qwen3 <on> ranks", recipe={"train": {"steps": 4}},
+    active_parameters=1_000_000, report="Qwen3 <on> ranks", recipe=RECIPE,
 )  # fmt: skip
 END = Summary(steps=4, reason="steps", directory="runs/mine", export="runs/mine/export", data="all samples used")
 
@@ -86,6 +89,51 @@ def test_a_tracker_that_is_not_installed_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(RecipeError, match="log.trackers names 'wandb', which is not installed"):
         run_log.Tracker("wandb", "patchgen", tmp_path)
+
+
+def start_in_wandb(directory: Path) -> None:
+    tracker = run_log.Tracker("wandb", "patchgen", directory)
+    tracker.on_start(START)
+    tracker.on_step(record(1))
+    tracker.close()
+
+
+def test_a_restarted_run_is_one_run_in_wandb_and_another_folder_is_another(tmp_path, monkeypatch):
+    """What `wandb.init` is given; the next test gives it to wandb itself."""
+    asked = []
+    package = types.SimpleNamespace(
+        init=lambda **given: asked.append(given), log=lambda *_, **__: None, finish=lambda: None
+    )
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    for name in ("one", "one", "two"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        start_in_wandb(tmp_path / name)
+    first, again, other = asked
+    assert first == again and first["id"] != other["id"]
+    assert first["resume"] == "allow" and first["dir"] == str(tmp_path / "one")
+    assert (tmp_path / "one" / run_log.TRACKED).read_text().strip() == first["id"]
+
+
+def test_an_id_that_was_cut_off_is_drawn_anew(tmp_path):
+    """By a full disk or a kill: wandb refuses an empty one at each restart."""
+    (tmp_path / run_log.TRACKED).write_text("\n")
+    drawn = run_log.tracked_id(tmp_path)
+    assert drawn and run_log.tracked_id(tmp_path) == drawn
+
+
+def test_an_id_that_cannot_be_kept_stops_the_run(tmp_path):
+    with pytest.raises(TrainingStopped, match="wandb_id cannot be written"):
+        run_log.tracked_id(tmp_path / "gone")
+
+
+def test_wandb_takes_what_it_is_given(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for _ in range(2):
+        start_in_wandb(tmp_path)
+    run_id = (tmp_path / run_log.TRACKED).read_text().strip()
+    runs = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
+    assert len(runs) == 2 and all(name.endswith(run_id) for name in runs)
 
 
 def test_plain_lines_have_every_second_step_and_every_skipped_one(capsys):
@@ -163,6 +211,22 @@ def test_the_page_is_one_file_with_plots_and_escapes_what_it_shows(tmp_path):
     assert "src=" not in text and "href=" not in text, "nothing is fetched"
     assert ("last loss", "1.0000") in page.figures(run_log.read(tmp_path))
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_shows_first_what_the_recipe_changes(tmp_path):
+    freeze = ["a.*", "<b>"]
+    sections = {"train": {"steps": 7}, "lora": {"rank": 8}, "name": "mine"}
+    recipe = from_dict({"model": {"source": "qwen3", "freeze": freeze}, "data": {}, **sections})
+    page.RunPage(tmp_path).on_start(RunStart(**vars(START) | {"recipe": to_dict(recipe)}))
+    text = (tmp_path / "index.html").read_text()
+    table, _, rest = text.partition('<table class="recipe">')[2].partition("</table>")
+    rows = [tuple(row.split("<td>")[1:]) for row in table.split("<tr>")[2:]]
+    shown = {key: value.removesuffix("</tr>\n").strip() for key, value in rows}
+    assert shown == {
+        "model.source": "qwen3", "model.freeze.0": "a.*", "model.freeze.1": "&lt;b&gt;", "data": "{}", "train.steps": "7",
+        "lora.rank": "8", "name": "mine",
+    }  # fmt: skip
+    assert "max_skipped: 20" in rest and "max_skipped" not in table, "all of it, as YAML, is folded away"
 
 
 def test_figures_of_sources_are_logged_shown_and_tracked(tmp_path, capsys):

@@ -29,7 +29,7 @@ def test_separate_documents_of_one_comparison_are_not_those_of_the_next(monkeypa
         "step_on_ranks": lambda *_arguments, **_options: (0.0, {}),
         "compare_steps": lambda *_arguments: {"loss": 0.0, "gradient": 0.0},
         "dist": SimpleNamespace(get_world_size=lambda: 1),
-        "sharding": SimpleNamespace(shard_model=lambda *_arguments: None),
+        "sharding": SimpleNamespace(shard_model=lambda *_arguments, **_options: None),
     }.items():
         monkeypatch.setattr(media_ranks, name, value)
     media_ranks.compare_all_cases("a", "Head", sp=1, ep=1, separates=True)

@@ -1,4 +1,4 @@
-"""Verdicts on changed sources: drawn ones are refused or equal, and a generator that reads another source is caught."""
+"""Verdicts on changed sources: drawn ones are refused, told or equal, and a generator that reads another source is caught."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from patchgen import pipeline, upstream
 from patchgen.mutation.draw import draw
 from patchgen.mutation.edits import Mutant
-from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, WRONG, comparisons, try_mutants
+from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, TOLD, WRONG, comparisons, try_mutants
 from patchgen.mutation.table import summarise
-from patchgen.runtime.verify import mutants
+from patchgen.runtime.verify import mutants, told
 from patchgen.runtime.verify.changed_modules import changed_module
 from patchgen.runtime.verify.changed_upstream import raises_too
 from patchgen.runtime.verify.comparison import Step
@@ -20,6 +20,7 @@ from patchgen.runtime.verify.inputs import Case
 from patchgen.runtime.verify.kept_state import state_kept
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.mutants import Judge
+from patchgen.runtime.verify.observe.facts import Fact
 
 # Mutants per model: dense, with images, dense, with convolutions, with experts. Their files are read quickly, and in this order
 # two processes take equally long.
@@ -27,12 +28,12 @@ DRAWN = {"llama": 35, "smolvlm": 45, "olmo2": 35, "lfm2": 45, "mixtral": 40}
 
 
 @pytest.mark.parametrize("model", DRAWN)
-def test_drawn_mutants_are_refused_or_equal(model: str):
-    rows = list(try_mutants(model, seed=0, count=DRAWN[model]))
+def test_drawn_mutants_are_refused_told_or_equal(model: str):
+    rows = list(try_mutants(model, seed=0, count=DRAWN[model], observes=False))
     summary = summarise(rows)
     assert summary["wrong"] == []
     # Those that do not run are drawn besides and not counted.
-    assert summary["verdicts"].get(EQUAL, 0) + summary["verdicts"].get(REFUSED, 0) == DRAWN[model]
+    assert sum(summary["verdicts"].get(kind, 0) for kind in (EQUAL, REFUSED, TOLD)) == DRAWN[model]
 
 
 def edited(text: str, old: str, new: str) -> Mutant:
@@ -40,7 +41,7 @@ def edited(text: str, old: str, new: str) -> Mutant:
     return Mutant("edited", "", f"{old} -> {new}", text.replace(old, new), False)
 
 
-def test_a_generator_that_reads_another_source_is_wrong(monkeypatch):
+def test_a_generator_that_reads_another_source_is_told_by_the_proof_and_wrong_where_that_is_blind(monkeypatch):
     """The change of the mutant is left out of what is generated, as a pass that drops something would."""
     origin = upstream.load("llama")
     judge = Judge(origin)
@@ -49,8 +50,12 @@ def test_a_generator_that_reads_another_source_is_wrong(monkeypatch):
     monkeypatch.setattr(
         pipeline, "generate", lambda changed, config: generate(replace(changed, text=origin.text), config)
     )
-    scaled = (m for m in draw(origin.text, 0, lambda a, b: any(a <= n <= b for n in lines)) if m.operator == "scaled")
-    verdicts = [judge.verdict(mutant) for _, mutant in zip(range(4), scaled, strict=False)]
+    scaled = [m for m in draw(origin.text, 0, lambda a, b: any(a <= n <= b for n in lines)) if m.operator == "scaled"]
+    verdicts = [judge.verdict(mutant) for mutant in scaled[:4]]
+    assert {verdict.kind for verdict in verdicts} <= {TOLD, NOT_RUN}, verdicts
+    assert any(verdict.by == told.PROOF and "differs by" in verdict.differs for verdict in verdicts), verdicts
+    monkeypatch.setattr(told, "findings", lambda *_classes, **_options: told.Findings())
+    verdicts = [judge.verdict(mutant) for mutant in scaled[:4]]
     assert WRONG in {verdict.kind for verdict in verdicts}, verdicts
     assert any("differs by" in verdict.detail for verdict in verdicts)
 
@@ -71,7 +76,7 @@ def test_a_head_that_returns_a_tuple_is_not_run():
     assert found.kind == NOT_RUN and "tuple" in found.detail, found
 
 
-def test_what_only_long_rows_show_is_wrong(monkeypatch):
+def test_what_only_long_rows_show_differs(monkeypatch):
     origin = upstream.load("llama")
     judge = Judge(origin)
     generate = pipeline.generate
@@ -81,10 +86,10 @@ def test_what_only_long_rows_show_is_wrong(monkeypatch):
     norm = "        input_dtype = hidden_states.dtype\n"
     scaled = f"{norm}        if hidden_states.shape[-2] > 128:\n            hidden_states = hidden_states + 1\n"
     found = judge.verdict(edited(origin.text, norm, scaled))
-    assert found.kind == WRONG and found.detail.startswith("step")
+    assert found.differs.startswith("step"), found
 
 
-def test_what_only_the_seams_or_the_number_of_labels_show_is_wrong(monkeypatch):
+def test_what_only_the_seams_or_the_number_of_labels_show_differs(monkeypatch):
     """Eager on plain rows both changes of the generated file are equal: one is of the weight that the norm's kernel gets, the
     other drops the arguments of a step, among them the number of labels."""
     origin = upstream.load("llama")
@@ -100,7 +105,7 @@ def test_what_only_the_seams_or_the_number_of_labels_show_is_wrong(monkeypatch):
             return replace(made, text=made.text.replace(old, new))
 
         monkeypatch.setattr(pipeline, "generate", generate_changed)
-        return judge.verdict(Mutant("none", "", "", origin.text + "\n", True)).detail
+        return judge.verdict(Mutant("none", "", "", origin.text + "\n", True)).differs
 
     norm, loss = (
         "ops.rms_norm(hidden_states, self.weight, ",
@@ -189,7 +194,7 @@ def test_what_float64_shows_to_be_rounding_is_equal():
     assert judge.verdict(edited(judge.origin.text, product, product.replace("*", "/"))).kind == EQUAL
 
 
-def test_an_error_that_is_ours_alone_is_wrong(monkeypatch):
+def test_an_error_that_is_ours_alone_is_told(monkeypatch):
     """Only the generated file raises: the generator is handed the source with a wrong shape in it."""
     judge = Judge(upstream.load("llama"))
     made = "attn_output = attn_output.reshape(*input_shape, -1).contiguous()"
@@ -203,7 +208,8 @@ def test_an_error_that_is_ours_alone_is_wrong(monkeypatch):
             replace(source, text=source.text.replace("attn_output.reshape(*input_shape, -1)", wrong_shape)), config
         ),
     )
-    assert judge.verdict(mutant).kind == WRONG
+    found = judge.verdict(mutant)
+    assert found.kind == TOLD and "7" in found.differs, found
 
 
 def test_each_case_starts_from_the_state_that_the_model_was_built_with():
@@ -211,7 +217,32 @@ def test_each_case_starts_from_the_state_that_the_model_was_built_with():
     judge = Judge(upstream.load("llama"))
     old = "hidden_states = self.norm(hidden_states)"
     counted = f"{old}\n        self.calls = getattr(self, 'calls', 0) + 1\n        hidden_states = hidden_states * self.calls"
-    assert judge.verdict(edited(judge.origin.text, old, counted)).kind == EQUAL
+    found = judge.verdict(edited(judge.origin.text, old, counted))
+    assert found.kind == TOLD and "'calls'" in found.detail and not found.differs, found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "hidden_states = hidden_states * max(1.0, hidden_states.shape[1] / 8192)",
+        # A layer, which FSDP gathers: the ranks that run it wait for the others.
+        "if hidden_states.max() > 1e4: self.layers[0](hidden_states, position_embeddings=position_embeddings)",
+    ],
+)
+def test_what_no_comparison_shows_is_told_by_an_observed_fact(code: str):
+    judge = Judge(upstream.load("llama"))
+    old = "        hidden_states = self.norm(hidden_states)\n"
+    found = judge.verdict(edited(judge.origin.text, old, f"        {code}\n{old}"))
+    assert found.kind == TOLD and found.by == told.FACT and code in found.detail, found
+
+
+def test_what_the_proof_says_of_the_unchanged_file_is_not_told_of_a_change():
+    fact = Fact("length", 3, "x = x * x.shape[1]", "a length is an operand of mul", "it is computed from the length")
+    usual = told.Findings(facts=(fact,))
+    assert told.beyond(told.Findings(facts=(replace(fact, line=7),)), usual) is None
+    assert told.beyond(told.Findings(facts=(replace(fact, code="x = x * 2"),)), usual).by == told.FACT
+    failed = told.Findings("proven, eager only: causality fails.")
+    assert told.beyond(failed, failed) is None and told.beyond(failed, usual).by == told.PROOF
 
 
 def test_nothing_that_a_forward_keeps_is_left_after_a_step():

@@ -8,6 +8,8 @@ import transformers
 from rich.console import Console
 from stand_in import write_stand_in
 
+from patchgen.runtime.verify.inputs import OTHER_CALLER
+from patchgen.runtime.verify.proof import BF16, LARGE_WEIGHTS
 from patchgen.runtime.verify.report import print_proof, proof_record, write_proof
 from patchgen.runtime.verify.verify_model import verify_model
 
@@ -27,7 +29,9 @@ def test_two_runs_write_the_same_bytes_without_paths(tmp_path):
     assert record["transformers"] == [transformers.__version__]
     assert record["head"] == "MixtralForCausalLM"
     assert record["config"]["num_local_experts"] == 4
-    assert [case["case"] for case in record["cases"]] == ["plain", "padded", "packed", "step"]
+    assert [case["case"] for case in record["cases"]] == [
+        *("plain", "padded", "packed", "step"), OTHER_CALLER, LARGE_WEIGHTS, BF16,
+    ]  # fmt: skip
     assert record["training"]["checks"]["plain"]["loss"] == "0", "as of the cases"
     assert all(case["gradient"] == {"equal": True, "absolute": "0", "relative": "0"} for case in record["cases"])
 

@@ -8,15 +8,13 @@ import transformers
 from huggingface_hub.dataclasses import strict
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from patchgen.runtime.verify import field_semantics as sizes
 from patchgen.runtime.verify.comparison import train_step
 from patchgen.runtime.verify.inputs import special_ids, text_cases
-from patchgen.runtime.verify.layer_selection import select_layers
 from patchgen.runtime.verify.model_pair import build_model
-from patchgen.runtime.verify.shrink import shrink
 from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS, SmallConfigError, applicable_variants, small_config
 from patchgen.runtime.verify.small_values import split
 
@@ -141,28 +139,6 @@ def test_a_refusal_names_upstreams_reason_and_what_was_tried():
 
 # -------------------------------------------------------------------------------------------------- properties
 
-KINDS = st.sampled_from(["full", "linear", "conv"])
-
-
-@given(st.lists(st.tuples(KINDS, st.booleans(), st.booleans()), min_size=2, max_size=40), st.integers(1, 6))
-def test_selected_layers_show_each_kind_once_and_in_order(layers, min_layers):
-    attention, is_moe, is_listed = (list(column) for column in zip(*layers, strict=True))
-    values = {
-        "layer_types": attention,
-        "mlp_layer_types": ["sparse" if moe else "dense" for moe in is_moe],
-        "special_layers": [layer for layer, listed in enumerate(is_listed) if listed],
-    }
-    selection = select_layers(values, len(layers), min_layers)
-    kinds = [layers[layer] for layer in selection.kept]
-    assert set(kinds) == set(layers)
-    assert list(selection.kept) == sorted(selection.kept)
-    assert len(selection.kept) == max(len(set(layers)), min_layers)
-    small = selection.overrides
-    listed = set(small.get("special_layers", []))
-    assert [
-        (small["layer_types"][i], small["mlp_layer_types"][i] == "sparse", i in listed) for i in range(len(kinds))
-    ] == kinds
-
 
 @given(st.integers(1, 64), st.lists(st.integers(1, 64), min_size=1, max_size=4))
 def test_split_parts_add_up(total, shares):
@@ -175,15 +151,6 @@ def test_split_parts_add_up(total, shares):
 )
 def test_no_rule_enlarges(name, declared):
     assert sizes.rule_for(name).small(declared) <= declared
-
-
-@pytest.mark.parametrize("config_class", ["Qwen3Config", "GptOssConfig", "LlamaConfig", "Qwen3MoeConfig"])
-def test_a_config_of_one_layer_shrinks(config_class: str):
-    """Its list of layer kinds has one entry, as many as a list of anything else may have."""
-    import transformers
-
-    small = shrink(getattr(transformers, config_class)(num_hidden_layers=1)).config
-    assert len(getattr(small, "layer_types", None) or range(small.num_hidden_layers)) == small.num_hidden_layers
 
 
 def test_what_a_composite_config_says_of_its_tower_fits_the_small_tower():
@@ -199,6 +166,5 @@ def test_what_a_composite_config_says_of_its_tower_fits_the_small_tower():
 
 
 def test_a_class_with_one_expert_by_default_routes_in_its_small_form():
-    """Two ranks share them; who asks for one expert has one."""
+    """Two ranks share them."""
     assert small_config("hunyuan_v1_moe").config.num_experts == sizes.EXPERTS
-    assert shrink(CONFIG_MAPPING["jamba"](num_experts=1)).config.num_experts == 1

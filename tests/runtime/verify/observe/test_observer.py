@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from patchgen.runtime import attention, registry
 from patchgen.runtime.verify.observe import observer
@@ -26,19 +28,26 @@ def planted(tmp_path: Path, code: str, *, in_model: bool = False, above: str = "
     place = MODEL if in_model else LAYER
     lines = "".join(f"        {line}\n" for line in code.splitlines())
     new = MODEL + lines if in_model else LAYER.replace("        return", f"{lines}        return")
-    committed = registry.find_model("llama")
+    return changed(tmp_path, "llama", {place: new, IMPORT: f"{IMPORT}\n{above}\n"}).LlamaForCausalLM
+
+
+def changed(tmp_path: Path, model: str, places: Mapping[str, str]) -> ModuleType:
+    """The module of a committed model, with other text in these places."""
+    committed = registry.find_model(model)
     text = committed.file.read_text()
-    assert text.count(place) == 1 and text.count(IMPORT) == 1
-    folder = tmp_path / "llama"
+    for place, new in places.items():
+        assert text.count(place) == 1
+        text = text.replace(place, new)
+    folder = tmp_path / model
     folder.mkdir()
-    (folder / committed.file.name).write_text(text.replace(place, new).replace(IMPORT, f"{IMPORT}\n{above}\n"))
+    (folder / committed.file.name).write_text(text)
     shutil.copy(committed.directory / "provenance.json", folder)
-    return registry.read_model(folder).load().LlamaForCausalLM
+    return registry.read_model(folder).load()
 
 
-def observed(head: type[LlamaForCausalLM]) -> list[Fact]:
+def observed(head: type[PreTrainedModel]) -> list[Fact]:
     attention.register()
-    config = small_config(LlamaForCausalLM.config_class).config
+    config = small_config(head.config_class).config
     comparison = Comparison(head, head, config, media=False)
     comparison.choose(config, {})
     comparison.compared_attention = "patchgen_sdpa"
@@ -72,6 +81,14 @@ def test_a_choice_by_the_length_is_told_and_leaves_whole_sequences(tmp_path, cod
     assert not reason_against([fact], ranks=2, sp=1)
 
 
+def test_a_step_with_the_router_loss_is_watched_too(tmp_path):
+    place = "                loss += self.router_aux_loss_coef * "
+    again = f"                if aux_loss > 1000:\n                    self.model(input_ids)\n{place}"
+    (fact,) = observed(changed(tmp_path, "qwen3_moe", {place: again}).Qwen3MoeForCausalLM)
+    assert (fact.kind, fact.code) == (VALUE, "if aux_loss > 1000:") and reason_against([fact], ranks=2, sp=1)
+    assert observed(registry.find_model("qwen3_moe").load().Qwen3MoeForCausalLM) == []
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -95,6 +112,8 @@ def test_what_is_the_same_for_all_lengths_is_no_choice(tmp_path, code):
         f"for _ in range(int(hidden_states.abs().max() / 1000)): {AGAIN}",
         f"for _ in (hidden_states > 1000).nonzero(): {AGAIN}",
         f"while (hidden_states > 1000).any(): {AGAIN}",
+        f"if next((row for row in hidden_states.abs() if row.max() > 1000), None) is not None: {AGAIN}",
+        f"if not any(row.any() for row in hidden_states[0]): {AGAIN}",
         f"calm = hidden_states.isfinite().all().tolist()\nif not calm: {AGAIN}",
     ],
 )
@@ -147,3 +166,17 @@ def test_facts_are_part_of_the_path_that_a_run_is_proven_on(tmp_path):
     (fact,) = path.facts
     assert fact.kind == LENGTH and fact.line in path.executed_lines
     assert from_records(to_records(path.facts)) == path.facts
+
+
+@pytest.mark.parametrize(
+    ("code", "has_effect"),
+    [
+        ("seq_len = torch.max(position_ids) + 1", False),
+        ("if position_ids.max() > 8192: hidden_states = hidden_states * 2", True),
+        ("if position_ids.max() < 4: hidden_states = hidden_states * 2", True),
+    ],
+)
+def test_a_largest_position_has_an_effect_if_another_changes_the_loss(tmp_path, code, has_effect):
+    """phimoe computes one, and reads it only with rotary parameters that are not the default."""
+    facts = observed(planted(tmp_path, code, in_model=True))
+    assert [(fact.code, bool(fact.effect)) for fact in facts if fact.kind == LENGTH] == [(code, has_effect)]

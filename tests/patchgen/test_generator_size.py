@@ -1,0 +1,19 @@
+"""How much code `generate` imports: it may shrink."""
+
+from __future__ import annotations
+
+from patchgen.runtime.verify.source_closure import closure
+
+LIMIT = 12_700
+"""Lines; lower it with the code. What a generated file computes is the proof's to judge, not another reader's."""
+OTHERS = ("patchgen.runtime", "patchgen.commands", "patchgen.kernels")
+
+
+def test_generate_imports_no_more_lines_than_it_did():
+    files = {
+        name: path
+        for name, path in closure(("patchgen.commands.generation",), ("patchgen",)).items()
+        if not name.startswith(OTHERS)
+    }
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in files.items()}
+    assert lines["patchgen.pipeline"] and sum(lines.values()) <= LIMIT, sorted(lines, key=lines.__getitem__)[-10:]
