@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from patchgen import provenance
 from patchgen.commands import checkpoints, models_page, support_matrix
+from patchgen.commands.console import console
 from patchgen.errors import ConfigError, UpstreamNotFound
 from patchgen.runtime.verify import records
 from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, named_models
@@ -65,6 +66,7 @@ def _refusals_of(subject: GeneratedModel) -> Generator[None, None, None]:
 def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
     """Whether each model is proven, once its proof is written."""
     from patchgen.runtime.verify import report, two_ranks
+    from patchgen.runtime.verify.ranks import CaseFailed
     from patchgen.runtime.verify.verify_model import verify_model
 
     sources = records.current_key()
@@ -72,7 +74,18 @@ def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
     made_on_ranks_with = records.made_with(sources["rank_prover"], sources)
     for subject in subjects:
         with _refusals_of(subject):
-            proof = two_ranks.complete(verify_model(subject, head=head), subject)
+            proof = verify_model(subject, head=head)
+        try:
+            proof = two_ranks.complete(proof, subject)
+        except CaseFailed as failure:
+            console.print(
+                f"error: {subject.name} could not be compared on two processes of this machine, and its record stays as it was: "
+                f"{failure.first_error} To fix: free memory or processors, and verify it again.",
+                soft_wrap=True,
+                markup=False,
+            )
+            yield False
+            continue
         report.print_proof(proof)
         report.write_proof(proof, subject.directory, made_with, made_on_ranks_with=made_on_ranks_with)
         yield proof.is_proven

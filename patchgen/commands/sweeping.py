@@ -38,7 +38,6 @@ from patchgen.runtime.verify.committed_models import page_of
 from patchgen.runtime.verify.layout import TWO_RANKS, Layout
 
 if TYPE_CHECKING:
-    from patchgen.runtime.document_rows import DocumentSeparation
     from patchgen.runtime.verify.record_types import CoverageRow, RankCell
 
 VISION, AUDIO, OMNI = "vision", "audio", "omni"
@@ -169,14 +168,14 @@ def sweep_ranks(
             if fresh or not records.cell_holds(rows[place], name, key, current[place[1]])
         }
         if todo:
-            tasks.append(parallel_coverage.Task(place[1], todo, _separates_documents(rows[place])))
+            tasks.append(parallel_coverage.Task(place[1], todo, records.separates_documents(rows[place])))
     world = next(iter(layouts.values())).ranks
     for found in parallel_coverage.sweep(tasks, takes_media=takes_media, world=world) if tasks else ():
         cell: RankCell = {
             "difference": found.result.difference,
             "reason": found.result.reason,
             "applies": found.result.applies,
-            "made_with": records.cell_made_with(found.generated_digest, key),
+            "made_with": records.cell_made_with(found.generated_digest, key, found.separates),
         }
         rows[takes_media, found.model_type].setdefault("ranks", {})[found.layout] = cell
         records.write(path, rows)
@@ -238,12 +237,6 @@ def _require_layout(sp: int, ep: int, world: int) -> None:
                 f"{option} {size} does not divide --world {world}: the ranks that share {shared} form equal groups. To fix: "
                 f"give --world {math.lcm(sp, ep)}, or a multiple of it."
             )
-
-
-def _separates_documents(row: CoverageRow) -> DocumentSeparation:
-    """Whether a run computes the packed documents of a type in rows of their own, as its proof found."""
-    training = row.get("training")
-    return training["separates_documents"] if training else False
 
 
 def _examine_all(todo: Mapping[str, str], version: str, jobs: int, *, takes_media: bool) -> Iterator[Examined]:

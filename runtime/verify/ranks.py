@@ -35,8 +35,8 @@ class CaseFailed(AssertionError):
     Attributes:
         is_inconclusive: no rank raised an error of the case itself, or crashed: they were killed, did not end, or had a failure
             (`failures.py`).
-        has_waited: the ranks that returned no result waited for each other: they did not end in time, or a collective ran out
-            of time and nothing else failed.
+        has_waited: the ranks that returned no result waited for each other: a collective ran out of time, and nothing else
+            failed. Ranks that just did not end may be slow.
         results: of the ranks that returned one.
     """
 
@@ -112,7 +112,7 @@ class RankPool:
         is_inconclusive = all(is_inconclusive for _, is_inconclusive in errors.values())
         texts = [text for text, _ in errors.values()]
         has_waited = all(any(told in text for told in WAITED) for text in texts)
-        has_waited &= not texts or any(OUT_OF_TIME in text for text in texts)
+        has_waited &= any(OUT_OF_TIME in text for text in texts)
         raise CaseFailed(
             "\n".join(parts), is_inconclusive=is_inconclusive, has_waited=has_waited, results=list(results.values())
         )

@@ -33,6 +33,12 @@ class RowMadeWith(MadeWith):
     generated: str
 
 
+class CellMadeWith(RowMadeWith):
+    """`RowMadeWith` of a comparison on ranks, and whether packed documents had rows of their own in it."""
+
+    separates_documents: DocumentSeparation
+
+
 # --------------------------------------------------------------------------------------------- provenance.json
 
 
@@ -301,7 +307,7 @@ class RankCell(TypedDict):
     difference: float | None
     reason: str
     applies: bool
-    made_with: RowMadeWith
+    made_with: CellMadeWith
 
 
 class CoverageRow(GenerationFacts, RowProofFacts):

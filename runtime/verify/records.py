@@ -27,7 +27,9 @@ from patchgen.runtime.verify.observe.facts import from_records, reason_against
 from patchgen.templates import render
 
 if TYPE_CHECKING:
+    from patchgen.runtime.document_rows import DocumentSeparation
     from patchgen.runtime.verify.record_types import (
+        CellMadeWith,
         CoverageRecord,
         CoverageRow,
         HeadRow,
@@ -119,9 +121,16 @@ def row_made_with(generated: str, key: Mapping[str, str]) -> RowMadeWith:
     return {"generated": generated, **made_with(key["prover"], key)}
 
 
-def cell_made_with(generated: str, key: Mapping[str, str]) -> RowMadeWith:
+def cell_made_with(generated: str, key: Mapping[str, str], separates: DocumentSeparation) -> CellMadeWith:
     """The `made_with` of a comparison on ranks."""
-    return {"generated": generated, **made_with(key["rank_prover"], key)}
+    made = made_with(key["rank_prover"], key)
+    return {"generated": generated, "separates_documents": separates, **made}
+
+
+def separates_documents(row: CoverageRow) -> DocumentSeparation:
+    """Whether a run computes the packed documents of a type in rows of their own, as its proof found."""
+    training = row.get("training")
+    return training["separates_documents"] if training else False
 
 
 def _was_made_by(row: CoverageRow | HeadRow, key: Mapping[str, str]) -> bool:
@@ -151,7 +160,9 @@ def holds(row: CoverageRow | HeadRow | None, key: Mapping[str, str], generated: 
 def cell_holds(row: CoverageRow, layout: str, key: Mapping[str, str], generated: str | None) -> bool:
     """Whether a comparison on ranks is valid, given the bytes that generation gives now."""
     cell = row.get("ranks", {}).get(layout)
-    return cell is not None and generated is not None and cell.get("made_with") == cell_made_with(generated, key)
+    if cell is None or generated is None:
+        return False
+    return cell.get("made_with") == cell_made_with(generated, key, separates_documents(row))
 
 
 def cells_that_hold(row: CoverageRow, key: Mapping[str, str], generated: str | None) -> dict[str, RankCell]:
@@ -165,8 +176,9 @@ def with_ranks(row: CoverageRow) -> CoverageRow:
         return row
     cells = ranks_of(row)
     observed = from_records((row.get("training") or {}).get("observed", ()))
-    refusal = reason_against(observed, ranks=2, sp=1)
-    reasons = {"fsdp2": f"{verdict.REFUSED}: {refusal}" if refusal else NOT_COMPARED}
+    reasons = dict.fromkeys(verdict.WITHOUT, NOT_COMPARED)
+    if refusal := reason_against(observed, ranks=2, sp=1):
+        reasons["fsdp2"] = f"{verdict.REFUSED}: {refusal}"
     found = verdict.on_two_ranks(reasons | {layout: cell["reason"] for layout, cell in cells.items()})
     return {**row, "ranks": cells, "status": found.status, "reason": found.reason}
 

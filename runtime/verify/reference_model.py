@@ -51,9 +51,12 @@ def find_generated(model: Subject) -> registry.GeneratedModel:
 
 def head_with_media(directory: Path) -> str | None:
     """The first head of a generated model whose forward takes images, videos or audio."""
-    generated = registry.read_model(directory)
-    upstream = generated.upstream()
-    return next((head for head in generated.heads if takes_media(getattr(upstream, head))), None)
+    return next((head for head in registry.read_model(directory).heads if head_takes_media(directory, head)), None)
+
+
+def head_takes_media(model: Subject, head: str) -> bool:
+    """Whether upstream's class of this name takes images, videos or audio."""
+    return takes_media(getattr(find_generated(model).upstream(), head))
 
 
 def training_choices(

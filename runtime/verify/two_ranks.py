@@ -19,13 +19,12 @@ import contextlib
 import functools
 import itertools
 import time
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from patchgen.runtime import model_calls, parallel, seams
@@ -39,15 +38,23 @@ from patchgen.runtime.verify.comparison import nan_is_largest
 from patchgen.runtime.verify.inputs import IGNORED, text_cases
 from patchgen.runtime.verify.layout import TWO_RANKS, Layout
 from patchgen.runtime.verify.model_pair import build_model
-from patchgen.runtime.verify.multimodal_inputs import takes_media
 from patchgen.runtime.verify.observe.facts import reason_against
 from patchgen.runtime.verify.ranks import COLLECTIVE_TIMEOUT, CaseFailed, RankPool
-from patchgen.runtime.verify.reference_model import ReferenceModel, Subject, find_generated, state_of, training_config
+from patchgen.runtime.verify.reference_model import (
+    ReferenceModel,
+    Subject,
+    find_generated,
+    head_takes_media,
+    state_of,
+    training_config,
+)
 from patchgen.runtime.verify.slices import encoder_decoder_refusal
 from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS
 from patchgen.runtime.verify.verdict import REFUSED, one_line_error
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from patchgen.runtime.verify.proof import Proof
 
 FLOOR = 1e-4
@@ -58,7 +65,6 @@ FEW_EXPERTS = "few experts"
 FIGURES = ("loss", "gradients", "packed_loss", "packed_gradients")
 SHORT = 9
 """Tokens of a short row."""
-RUNTIME = Path(parallel.__file__).parents[1]
 
 LocalCase = tuple[list[dict[str, Any]], list[int] | None, dict[str, Any]]
 """Upstream's batches, the packed row that each is a document of (None: not packed), and the batch of this rank."""
@@ -99,7 +105,7 @@ def compare_on_two_ranks(
     generated = find_generated(model)
     if head_kinds.kind_of(head) is not None:
         return {}
-    has_media = takes_media(getattr(generated.upstream(), head))
+    has_media = head_takes_media(generated, head)
     results = {}
     with contextlib.closing(RankPool(2, collective_timeout=collective_timeout)) as pool:
         for name in layouts:
@@ -110,14 +116,22 @@ def compare_on_two_ranks(
 
 
 def complete(proof: Proof, model: Subject) -> Proof:
-    """A proof with the comparison on two ranks, if one process agrees; what was observed may rule out two ranks without it."""
+    """A proof with the comparison on two ranks, if one process agrees; what was observed may rule out layouts without it.
+
+    Raises:
+        CaseFailed: the machine failed: a rank was killed, or had no memory.
+    """
     if proof.is_proven and proof.training is not None:
-        observed = reason_against(proof.training.facts, ranks=2, sp=1)
-        proof.two_ranks = (
-            {"fsdp2": LayoutResult(f"{REFUSED}: {observed}")}
-            if observed
-            else compare_on_two_ranks(model, proof.head, separates=proof.training.separates_documents)
+        facts = proof.training.facts
+        against = {name: reason_against(facts, ranks=layout.ranks, sp=layout.sp) for name, layout in TWO_RANKS.items()}
+        allowed = [name for name, reason in against.items() if not reason]
+        compared = compare_on_two_ranks(
+            model, proof.head, separates=proof.training.separates_documents, layouts=allowed
         )
+        refused = {name: LayoutResult(f"{REFUSED}: {reason}") for name, reason in against.items() if reason}
+        proof.two_ranks = {
+            name: {**compared, **refused}[name] for name in TWO_RANKS if name in {**compared, **refused}
+        }
     return proof
 
 
@@ -138,7 +152,7 @@ def compare_layout(
     separates: DocumentSeparation,
     is_second: bool = False,
 ) -> dict[str, Any]:
-    """`compare` on the ranks of a pool: the row of the first that does not agree, with the reason of ranks that ended without one.
+    """`compare` on the ranks of a pool: the row of the first that does not agree, or the reason of ranks that ended without one.
 
     Raises:
         CaseFailed: the machine failed.
@@ -147,9 +161,6 @@ def compare_layout(
     try:
         rows = pool.run(compare, model, head, layout, **options, timeout=TIMEOUT)
     except CaseFailed as failure:
-        # What one rank refuses explains the others, which wait for it.
-        if refused := [row for row in failure.results if row.get("reason", "").startswith(REFUSED)]:
-            return refused[0]
         if not failure.is_inconclusive:
             return {"reason": failure.first_error}
         if not failure.has_waited:
@@ -178,12 +189,7 @@ def compare(
         `seconds`, and what was found of `loss`, `gradients`, `packed_loss`, `packed_gradients`, `reason` and `applies`.
     """
     started = time.perf_counter()
-    try:
-        row = _compare(model, head, layout, has_media=has_media, separates=separates)
-    except Exception as error:
-        if not _is_refusal(error):
-            raise
-        row = {"reason": f"{REFUSED}: {one_line_error(error)}"}
+    row = _compare(model, head, layout, has_media=has_media, separates=separates)
     return row | {"seconds": time.perf_counter() - started}
 
 
@@ -201,35 +207,37 @@ def _compare(
     if layout.sp > 1 and separates:
         return {"reason": f"{REFUSED}: {model_calls.no_slices(head, layout.sp)}"}
     reference = media_ranks.reference_model(model, head)
-    if refusal := _start_refusal(reference, state, separates):
+    ours = reference.generated(separates)
+    if refusal := _start_refusal(ours, reference, state):
         return {"reason": refusal}
     if has_media:
-        has_own_rows = layout.sp == layout.ep == 1
-        cases = _media_cases(reference) if has_own_rows else None
+        cases = _media_cases(reference) if layout.sp == 1 else None
         return media_ranks.compare_all_cases(model, head, sp=layout.sp, ep=layout.ep, separates=separates, cases=cases)
-    return _compare_text(reference, state, separates)
+    return _compare_text(ours, reference, state)
 
 
-def _is_refusal(error: Exception) -> bool:
-    """Whether the runtime raised an error on purpose; others are the model's."""
-    file = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    is_ours = file.is_relative_to(RUNTIME) and not file.is_relative_to(RUNTIME / "verify")
-    return is_ours and isinstance(error, ValueError | NotImplementedError)
+def _start_refusal(ours: PreTrainedModel, reference: ReferenceModel, state: ParallelState) -> str:
+    """Why a run on these ranks ends before its first step, when the model is divided or by the check of slices; "" if it does not.
 
-
-def _start_refusal(reference: ReferenceModel, state: ParallelState, separates: DocumentSeparation) -> str:
-    """Why a run with these ranks would be refused at its start, by its check of slices; "" if it would not."""
-    if state.sp == 1:
-        return ""
-    generated = reference.generated(separates)
-    sharding.shard_model(generated, state)
+    What a step raises is no refusal: a run would have begun.
+    """
+    reason = ""
     try:
-        with parallel.using(state), seams.using(**reference.seams):
-            vocab_size = generated.config.get_text_config().vocab_size
-            selfcheck.require_sliceable(generated, state, vocab_size=vocab_size, padded=False)
-    except ValueError as error:
-        return f"{REFUSED} at the start of a run: {error}"
-    return ""
+        sharding.shard_model(ours, state, obeys_proof=False)
+        if state.sp > 1:
+            with parallel.using(state), seams.using(**reference.seams):
+                vocab_size = ours.config.get_text_config().vocab_size
+                selfcheck.require_sliceable(ours, state, vocab_size=vocab_size, padded=False)
+    except (ValueError, NotImplementedError) as error:
+        reason = one_line_error(error)
+    reasons: list[str] = [""] * state.config.world
+    dist.all_gather_object(reasons, reason)
+    if not any(reasons):
+        return ""
+    if "" in reasons:
+        rank, told = next((rank, told) for rank, told in enumerate(reasons) if told)
+        return f"rank {rank} alone ends at the start of a run: {told}"
+    return f"{REFUSED} at the start of a run: {reasons[0]}"
 
 
 def _media_cases(reference: ReferenceModel) -> list[str]:
@@ -240,11 +248,9 @@ def _media_cases(reference: ReferenceModel) -> list[str]:
     return [*richest, media_ranks.PACKED, *mixed, media_ranks.PADDING_ALONE]
 
 
-def _compare_text(reference: ReferenceModel, state: ParallelState, separates: DocumentSeparation) -> dict[str, Any]:
+def _compare_text(ours: PreTrainedModel, reference: ReferenceModel, state: ParallelState) -> dict[str, Any]:
     """Plain rows, packed ones, and, where ranks have rows of their own, uneven ones."""
     found: dict[str, Any] = {}
-    ours = reference.generated(separates)
-    sharding.shard_model(ours, state)
     for name, (pieces, packed_rows, local_batch) in _text_inputs(reference, state):
         step = functools.partial(reference.loss_and_gradients, pieces, packed_rows=packed_rows)
         ours.zero_grad()

@@ -43,7 +43,7 @@ def test_an_error_of_the_case_is_told_from_one_of_the_ranks(pool, case, is_incon
     [
         ("dist.get_rank() or dist.barrier()", "Timed out waiting", True),
         ("time.sleep(4 * dist.get_rank()); dist.barrier()", "rank 1:", True),
-        ("time.sleep(9)", "ranks [0, 1] did not end", True),
+        ("time.sleep(9)", "ranks [0, 1] did not end", False),  # they may be slow
         (f"dist.get_rank() or dist.barrier(); {ON_THE_SECOND}os.kill(os.getpid(), 9)", "exit code -9", False),
         (f"dist.get_rank() or dist.barrier(); {ON_THE_SECOND}1 / 0", "ZeroDivisionError", False),
     ],

@@ -44,6 +44,12 @@ PLANTS = {
         "        if hidden_states.requires_grad:\n"
         f"            hidden_states.register_hook(lambda gradient: gradient / gradient.norm())\n{NORM}",
     ),
+    "an error of the runtime in a step": (
+        LOOP,
+        "        if input_ids is not None and len(input_ids.unique()) == 1:\n"
+        "            from patchgen.runtime.parallel import ParallelConfig\n"
+        f"            ParallelConfig.for_world(2, sp=3)\n{LOOP}",
+    ),
     "experts that some tokens skip": (
         LOOP,
         "        for layer in self.layers:\n"

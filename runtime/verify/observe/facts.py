@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from patchgen.runtime.verify.record_types import FactRecord
 
-VALUE, LENGTH, STATE, NOT_OBSERVED = "value", "length", "state", "not observed"
+VALUE, LENGTH, STATE = "value", "length", "state"
 ONE_RANK, WHOLE_SEQUENCES = "one rank", "whole sequences"
 ALLOWS = {VALUE: ONE_RANK, STATE: ONE_RANK, LENGTH: WHOLE_SEQUENCES}
 """Kind of a fact with an effect -> the layouts that it allows."""
+UNKNOWN = "nothing says what it does"
+"""The effect of what could not be observed: it allows no more than the worst that could have been found."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,8 @@ class Fact:
     """One thing that a step does.
 
     Attributes:
-        kind: a value read by Python, a number computed from a length, a value kept for the next step, or that the step could
-            not be observed in this respect.
+        kind: a value read by Python, a number computed from a length, or a value kept for the next step; also of a step that
+            could not be observed in this respect.
         line, code: of the generated file; 0 where no line of it does it.
         what: is read, computed or kept.
         effect: what other data, a shorter slice or an earlier step change; empty if nothing: the fact is only reported.

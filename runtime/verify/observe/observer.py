@@ -13,7 +13,7 @@ from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.verify import training_inputs as inputs
 from patchgen.runtime.verify.observe import kept_values, lengths, reads
-from patchgen.runtime.verify.observe.facts import LENGTH, NOT_OBSERVED, Fact
+from patchgen.runtime.verify.observe.facts import LENGTH, STATE, UNKNOWN, VALUE, Fact
 from patchgen.runtime.verify.observe.places import Source
 from patchgen.runtime.verify.slices import RANKS, fake_rank
 from patchgen.runtime.verify.verdict import one_line_error
@@ -40,23 +40,26 @@ def facts_of(comparison: Comparison) -> tuple[tuple[Fact, ...], frozenset[int]]:
     source, batches = Source(type(model)), _batches(fresh)
     first, second = batches[-1], batches[0]
     found.watch(  # before all others: a value that is kept from the first call on is new only once
-        "what a step keeps",
+        STATE,
         lambda: kept_values.values_kept(source, model, lambda: fresh.step(first), lambda: fresh.step(second)),
     )
     values = reads.Observed(source, model)
     with torch.no_grad():
         for batch in batches:
-            found.watch("values", lambda batch=batch: values.in_run(lambda: fresh.forward(batch)))
+            found.watch(VALUE, lambda batch=batch: values.in_run(lambda: fresh.forward(batch)))
         if fresh.has_router_loss:
             with fresh.router_loss_on():
-                found.watch("values", lambda: values.in_run(lambda: fresh.forward(batches[0])))
-        if (length := _length(fresh)) > 0:
-            rows = inputs.trainer_inputs(inputs.rows_of(fresh.tokens, length))
-            found.watch(
-                "lengths",
-                lambda: lengths.lengths_used(source, length, rows.get("position_ids"), lambda: fresh.forward(rows)),
-            )
+                found.watch(VALUE, lambda: values.in_run(lambda: fresh.forward(batches[0])))
+        found.watch(LENGTH, lambda: _lengths_used(fresh, source))
     return merged(found.facts), frozenset(values.executed_lines)
+
+
+def _lengths_used(fresh: Comparison, source: Source) -> list[Fact]:
+    length = _length(fresh)
+    if not length:
+        raise ValueError("no length of its rows of text is one of no parameter")
+    rows = inputs.trainer_inputs(inputs.rows_of(fresh.tokens, length))
+    return lengths.lengths_used(source, length, rows.get("position_ids"), lambda: fresh.forward(rows))
 
 
 def on_slices(comparison: Comparison, facts: Sequence[Fact]) -> tuple[Fact, ...]:
@@ -81,10 +84,10 @@ def on_slices(comparison: Comparison, facts: Sequence[Fact]) -> tuple[Fact, ...]
             return tuple(facts)  # slices are refused
         except Exception as error:  # of values that were never exchanged: nothing says which lengths are a slice's
             reraise_machine_failure(error)
-            return _without_effect(
-                facts, set(), f"a slice could not be observed ({one_line_error(error).rstrip('.')})"
-            )
-    return _without_effect(facts, {fact.line for fact in found if fact.effect}, "the whole sequence's on every rank")
+            return tuple(facts)
+    of_slices = [fact for fact in found if fact.effect]
+    kept = _without_effect(facts, {fact.line for fact in of_slices}, "the whole sequence's on every rank")
+    return merged([*kept, *of_slices])
 
 
 def _without_effect(facts: Sequence[Fact], lines: Collection[int], why: str) -> tuple[Fact, ...]:
@@ -107,19 +110,22 @@ def merged(facts: Iterable[Fact]) -> tuple[Fact, ...]:
     return tuple(sorted(by_place.values(), key=lambda fact: (fact.line, fact.kind, fact.what)))
 
 
+_IN_WORDS = {VALUE: "the values that a step reads", LENGTH: "the lengths that it uses", STATE: "what it keeps"}
+
+
 class _Found:
-    """The facts found so far; what cannot be observed is one of them."""
+    """The facts found so far; that something cannot be observed is one of them."""
 
     def __init__(self) -> None:
         self.facts: list[Fact] = []
 
-    def watch(self, what: str, observed: Callable[[], list[Fact]]) -> None:
+    def watch(self, kind: str, observed: Callable[[], list[Fact]]) -> None:
         try:
             self.facts += observed()
         except Exception as error:
             reraise_machine_failure(error)
             reason = one_line_error(error).rstrip(".")
-            self.facts.append(Fact(NOT_OBSERVED, 0, "", f"{what} could not be observed: {reason}"))
+            self.facts.append(Fact(kind, 0, "", f"{_IN_WORDS[kind]} could not be observed ({reason})", UNKNOWN))
 
 
 def _length(comparison: Comparison, ranks: int = 1) -> int:

@@ -81,7 +81,7 @@ def record_of(path: Path, **changes: object) -> Path:
     bytes_ = generated_digest("llama", release.version)
     made_with = records.row_made_with(bytes_, key) | changes
     cells = {name: {"difference": 0.0, "reason": "", "applies": True} for name in records.LAYOUTS}
-    cells = {name: cell | {"made_with": records.cell_made_with(bytes_, key)} for name, cell in cells.items()}
+    cells = {name: cell | {"made_with": records.cell_made_with(bytes_, key, False)} for name, cell in cells.items()}
     sources = source_keys.model_sources_hash("llama", release)
     proven = {**row("llama", "proven", ""), "sources": sources, "made_with": made_with, "ranks": cells}
     records.write(path, {(False, "llama"): proven})
@@ -107,6 +107,16 @@ def test_a_row_holds_while_bytes_prover_and_releases_are_the_same(tmp_path: Path
         within.setattr(source_closure, "rank_prover", lambda: "newer")
         assert stale(path) == on_ranks
     rows = records.read(path)
+    rows[False, "llama"]["training"] = {"separates_documents": True}
+    records.write(path, rows)
+    assert stale(path) == on_ranks, "packed documents are computed in another way now"
+    rows[False, "llama"]["training"] = None
+    del rows[False, "llama"]["ranks"]["ep2"]
+    records.write(path, rows)
+    assert stale(path) == [on_ranks[list(records.LAYOUTS).index("ep2")]]
+    assert records.with_ranks(rows[False, "llama"])["status"] == "proven, without ep", (
+        "nothing says that it agrees there"
+    )
     del rows[False, "llama"]["ranks"]
     records.write(path, rows)
     assert stale(path) == on_ranks, "a comparison that is not there does not hold"

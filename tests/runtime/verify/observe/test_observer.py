@@ -81,6 +81,23 @@ def test_a_choice_by_the_length_is_told_and_leaves_whole_sequences(tmp_path, cod
     assert not reason_against([fact], ranks=2, sp=1)
 
 
+def test_what_cannot_be_observed_leaves_what_the_worst_finding_would(tmp_path):
+    code = "if type(hidden_states.shape[1]) is not int: raise TypeError('a length is a plain number here')"
+    (fact,) = observed(planted(tmp_path, code))
+    assert fact.kind == LENGTH and "could not be observed (TypeError: a length is a plain number here)" in fact.what
+    assert reason_against([fact], ranks=2, sp=2) and not reason_against([fact], ranks=2, sp=1)
+
+
+def test_a_slice_that_cannot_be_observed_leaves_the_effects_of_the_whole_rows(tmp_path):
+    """The error is one of slices alone: they have fewer tokens than the smallest rows that are watched whole."""
+    code = (
+        "hidden_states = hidden_states * max(1.0, hidden_states.shape[1] / 8192)\n"
+        "if torch.distributed.is_initialized(): raise KeyError('a slice')"
+    )
+    facts = observed(planted(tmp_path, code))
+    assert any(reason_against([fact], ranks=2, sp=2) for fact in facts if fact.kind == LENGTH)
+
+
 def test_a_step_with_the_router_loss_is_watched_too(tmp_path):
     place = "                loss += self.router_aux_loss_coef * "
     again = f"                if aux_loss > 1000:\n                    self.model(input_ids)\n{place}"
