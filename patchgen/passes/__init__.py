@@ -2,83 +2,53 @@
 
 from __future__ import annotations
 
+import pkgutil
 from typing import TYPE_CHECKING
 
 from patchgen import project_code
-from patchgen.passes.absolute_imports import AbsoluteImports
-from patchgen.passes.attention_kwargs import AttentionKwargs
-from patchgen.passes.audio_sp import AudioSP
 from patchgen.passes.base import Pass
-from patchgen.passes.checkpoint_mapping import CheckpointMapping
-from patchgen.passes.deepstack_sp import DeepstackSP
-from patchgen.passes.drawn_masks import DrawnMasks
-from patchgen.passes.dummy_forward import DummyForward
-from patchgen.passes.fill_back import FillBack
-from patchgen.passes.fused_experts import FusedExperts
-from patchgen.passes.fused_loss import FusedLoss
-from patchgen.passes.fused_ops import FusedOps
-from patchgen.passes.generic_heads import GenericHeads
-from patchgen.passes.hand_edits import HandEdits
-from patchgen.passes.host_sync_lint import HostSyncLint
-from patchgen.passes.host_values import HostValues
-from patchgen.passes.language_sp import LanguageSP
-from patchgen.passes.local_classes import LocalClasses
-from patchgen.passes.max_seqlen import MaxSeqlen
-from patchgen.passes.mixer_sp import MixerSP
-from patchgen.passes.parallel_plan import ParallelPlan
-from patchgen.passes.position_id_func import PositionIdFunc
-from patchgen.passes.position_ids import PositionIds
-from patchgen.passes.prune import Prune
-from patchgen.passes.router_loss import RouterLoss
-from patchgen.passes.shared_experts import SharedExperts
-from patchgen.passes.stacked_experts import StackedExperts
-from patchgen.passes.tied_embeddings import TiedEmbeddings
-from patchgen.passes.vision_sp import VisionSP
 
 if TYPE_CHECKING:
     from patchgen.model_configs import ModelConfig
 
-PASSES: tuple[type[Pass], ...] = (
-    HandEdits,
-    GenericHeads,
-    LocalClasses,  # before Prune, which would drop towers that only an Auto class builds
-    Prune,
-    AbsoluteImports,
-    TiedEmbeddings,
-    StackedExperts,
-    FusedExperts,
-    SharedExperts,
-    RouterLoss,
-    FusedLoss,
-    LanguageSP,
-    DrawnMasks,
-    MixerSP,
-    VisionSP,
-    AudioSP,
-    FillBack,
-    DeepstackSP,
-    AttentionKwargs,
-    MaxSeqlen,
-    HostValues,
-    DummyForward,
-    PositionIds,
-    PositionIdFunc,
-    FusedOps,
-    ParallelPlan,
-    CheckpointMapping,
-    HostSyncLint,  # last: it reads the result of the others
+ORDER = (
+    "patchgen.passes.hand_edits:HandEdits",
+    "patchgen.passes.generic_heads:GenericHeads",
+    "patchgen.passes.local_classes:LocalClasses",  # before Prune, which would drop towers that only an Auto class builds
+    "patchgen.passes.prune:Prune",
+    "patchgen.passes.absolute_imports:AbsoluteImports",
+    "patchgen.passes.tied_embeddings:TiedEmbeddings",
+    "patchgen.passes.stacked_experts:StackedExperts",
+    "patchgen.passes.fused_experts:FusedExperts",
+    "patchgen.passes.shared_experts:SharedExperts",
+    "patchgen.passes.router_loss:RouterLoss",
+    "patchgen.passes.fused_loss:FusedLoss",
+    "patchgen.passes.language_sp:LanguageSP",
+    "patchgen.passes.drawn_masks:DrawnMasks",
+    "patchgen.passes.mixer_sp:MixerSP",
+    "patchgen.passes.vision_sp:VisionSP",
+    "patchgen.passes.audio_sp:AudioSP",
+    "patchgen.passes.fill_back:FillBack",
+    "patchgen.passes.deepstack_sp:DeepstackSP",
+    "patchgen.passes.attention_kwargs:AttentionKwargs",
+    "patchgen.passes.max_seqlen:MaxSeqlen",
+    "patchgen.passes.host_values:HostValues",
+    "patchgen.passes.dummy_forward:DummyForward",
+    "patchgen.passes.position_ids:PositionIds",
+    "patchgen.passes.position_id_func:PositionIdFunc",
+    "patchgen.passes.fused_ops:FusedOps",
+    "patchgen.passes.parallel_plan:ParallelPlan",
+    "patchgen.passes.checkpoint_mapping:CheckpointMapping",
+    "patchgen.passes.host_sync_lint:HostSyncLint",  # last: it reads the result of the others
 )
+"""A pass is a file of this folder and a line here."""
+
+PASSES: tuple[type[Pass], ...] = tuple(map(pkgutil.resolve_name, ORDER))
 
 
 def default_pipeline(config: ModelConfig) -> tuple[Pass, ...]:
     """All passes in order, as a model's config parametrises them."""
-    arguments: dict[type[Pass], tuple[object, ...]] = {
-        HandEdits: (config.edits,),
-        GenericHeads: (config.kept,),
-        Prune: (config.kept,),
-    }
-    lint = HostSyncLint(config.allow_sync, strict=config.strict_sync)
-    return tuple(lint if kind is HostSyncLint else kind(*arguments.get(kind, ())) for kind in all_passes())
+    return tuple(kind.of_config(config) for kind in all_passes())
 
 
 def all_passes() -> tuple[type[Pass], ...]:

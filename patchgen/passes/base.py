@@ -13,12 +13,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from patchgen.anatomy import Anatomy, ClassInfo, Role
 from patchgen.anatomy.roles import unread_heads
 from patchgen.errors import LeftAlone, Missed, PassMismatch
 from patchgen.source import Block, Module
+
+if TYPE_CHECKING:
+    from patchgen.model_configs import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,11 @@ class Pass(abc.ABC):
     expects: ClassVar[str]  # in words; errors show it too
     before: ClassVar[str] = "host_sync_lint"  # of a project's own pass: the pass that it runs before
     EXAMPLES: ClassVar[tuple[Example, ...]] = ()
+
+    @classmethod
+    def of_config(cls, config: ModelConfig) -> Self:
+        """The pass as a model's config parametrises it."""
+        return cls()
 
     @property
     def mark(self) -> str:

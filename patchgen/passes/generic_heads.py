@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Self
 
 from patchgen.anatomy import Anatomy, Build
 from patchgen.anatomy.classes import CONSTRUCTORS, ClassInfo, auto_class, calls, dotted, plain_assignments
@@ -14,6 +15,9 @@ from patchgen.anatomy.imported import library_module, library_names
 from patchgen.passes.base import Example, Missed, Outcome, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, format_code
 from patchgen.source import Block, Module, bound_names
+
+if TYPE_CHECKING:
+    from patchgen.model_configs import ModelConfig
 
 PREFIX = "base_model_prefix"
 OF_SELF = f"(self, self.{PREFIX}"
@@ -65,6 +69,10 @@ class GenericHeads(SitePass):
 
     def __init__(self, heads: Sequence[str] | None = None) -> None:
         self.heads = heads  # None: every class
+
+    @classmethod
+    def of_config(cls, config: ModelConfig) -> Self:
+        return cls(config.kept)
 
     def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
         is_asked = self.heads is None or info.name in self.heads

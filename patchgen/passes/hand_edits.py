@@ -7,7 +7,7 @@ import ast
 import copy
 import functools
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, Self, cast
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import FunctionNode, is_list
@@ -19,6 +19,7 @@ from patchgen.runtime.code_hash import short_hash, symbol_hash, without_docstrin
 from patchgen.source import Block, Module
 
 if TYPE_CHECKING:
+    from patchgen.model_configs import ModelConfig
     from patchgen.runtime.verify.record_types import EditRecord
 
 
@@ -97,6 +98,10 @@ class HandEdits(Pass):
 
     def __init__(self, edits: tuple[Edit, ...] = ()) -> None:
         self.edits = edits
+
+    @classmethod
+    def of_config(cls, config: ModelConfig) -> Self:
+        return cls(config.edits)
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
         hits: list[Hit] = []

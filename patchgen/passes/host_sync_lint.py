@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Self
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import FunctionNode, arguments, parameter_names, walk
@@ -15,6 +16,9 @@ from patchgen.anatomy.training_path import Condition, reachable_functions, state
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.source import Module
+
+if TYPE_CHECKING:
+    from patchgen.model_configs import ModelConfig
 
 SYNCING_METHODS = ("item", "tolist", "nonzero", "cpu", "numpy")
 SYNCING_FUNCTIONS = ("torch.nonzero",)
@@ -37,6 +41,10 @@ class HostSyncLint(Pass):
 
     def __init__(self, allow: Mapping[str, str] | None = None, *, strict: bool = False) -> None:
         self.allow, self.strict = dict(allow or {}), strict
+
+    @classmethod
+    def of_config(cls, config: ModelConfig) -> Self:
+        return cls(config.allow_sync, strict=config.strict_sync)
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
         found = [

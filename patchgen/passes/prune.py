@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import dotted, targets
@@ -13,6 +14,9 @@ from patchgen.errors import PassMismatch, nearest
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.rewrite import Editor
 from patchgen.source import Block, Module
+
+if TYPE_CHECKING:
+    from patchgen.model_configs import ModelConfig
 
 
 class Prune(Pass):
@@ -51,6 +55,10 @@ class Prune(Pass):
 
     def __init__(self, roots: Sequence[str] = ()) -> None:
         self.roots = tuple(roots)
+
+    @classmethod
+    def of_config(cls, config: ModelConfig) -> Self:
+        return cls(config.kept)
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
         roots = self.roots or default_roots(module, anatomy)
