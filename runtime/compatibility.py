@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from patchgen.runtime.verify.observe.facts import from_records, reason_against
+from patchgen.runtime.verify.verdict import PROVEN_IN_ONE_PROCESS
 
 ALLOW_VARIABLE = "PATCHGEN_ALLOW_TRANSFORMERS"
-PROVEN_IN_ONE_PROCESS = ("proven", "proven, one rank only", "proven, without ep", "proven, without sp")
-"""The statuses of `verify/verdict.py` of a file that is proven in one process, whatever it does on two ranks."""
 
 
 class ReleaseMismatch(ImportError):

@@ -49,8 +49,9 @@ def causal_lm_loss(
     """
     if labels is None:
         return head(hidden_states), None
-    if loss_function is ForMaskedLMLoss:  # transformers' own, whose labels are not shifted
-        loss_function, upcast = aligned_cross_entropy, True
+    casts_within = loss_function is ForMaskedLMLoss  # transformers' own, whose labels are not shifted
+    if casts_within:
+        loss_function = aligned_cross_entropy
     state, read_losses, needs_logits = parallel.current(), None, not training
     kwargs = {**_labels_of_call(), **kwargs}
     is_served = seams.selected()["causal_lm_loss"] != seams.EAGER
@@ -69,12 +70,13 @@ def causal_lm_loss(
             options["read_losses"] = read_losses
         return seams.implementation("causal_lm_loss")(head, hidden_states, labels, **options)
     logits = head(hidden_states).float() if upcast else head(hidden_states)
+    loss_logits = logits.float() if casts_within else logits  # the caller's keep their dtype
     if read_losses is not None:
         from patchgen.kernels.loss.causal_lm_loss import losses_of_rows
 
-        read_losses(losses_of_rows(logits, kwargs["shift_labels"]))
+        read_losses(losses_of_rows(loss_logits, kwargs["shift_labels"]))
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
-    return logits, loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+    return logits, loss_function(logits=loss_logits, labels=labels, vocab_size=vocab_size, **kwargs)
 
 
 def _inline_loss_labels(loss_function: Callable[..., Tensor], labels: Tensor, kwargs: dict) -> Tensor:

@@ -36,7 +36,13 @@ FACTOR = 3.0
 EPS = torch.finfo(DTYPE).eps
 GRADIENT_SHARE, LOSS_SHARE = 1 / 32, 1 / 16
 """Of a rounding error: a gradient is a sum over many tokens, a loss computed in fp32 a mean over some fifty."""
+MAX_LOSS_SHARE = 4.0
+"""Of a rounding error: gradients may be wrong by more than what a loss or logits in bf16 may be."""
 MOSTLY_ERROR = 0.5
+LEFT_OUT = "bf16: gradients"
+"""Under this name a proof tells what is not compared, beside the checks that it leaves out."""
+NUM_NAMED = 3
+"""How many gradients that are not compared are named; the others are counted."""
 
 
 @contextlib.contextmanager
@@ -75,18 +81,25 @@ def inputs_in_bf16(batch: Mapping[str, Any]) -> dict[str, Any]:
 class SameChoices(TorchFunctionMode):
     """Steps inside it choose what the first one chose: in bf16 another expert may win, or a ReLU open; that is no rounding error.
 
-    choices = SameChoices()
-    with choices: ...        # the first step: its top-k, sort, argmax and the signs of its ReLUs are recorded
-    with choices: ...        # the next one gets the same indices and signs, with its own values
+    Of a maximum the element is only compared with that of the step before (`differs`).
+
+        choices = SameChoices()
+        with choices: ...        # the first step: its top-k, sort, argmax and the signs of its ReLUs are recorded
+        with choices: ...        # the next one gets the same indices and signs, with its own values
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.differs = False
+        """Whether a maximum in the latest step is another element than in the one before."""
         self._recorded: dict[tuple[str, torch.Size], list[Tensor]] = {}
         """By function and shape: kernels choose for themselves in between."""
         self._is_first = True
         self._next: Counter[tuple[str, torch.Size]] = Counter()
+
+    def __enter__(self) -> SameChoices:
+        self.differs = False
+        return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
@@ -96,35 +109,43 @@ class SameChoices(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if name == "relu":
-            return torch.where(self._first(name, result > 0), args[0], 0)
-        indices = result if isinstance(result, Tensor) else getattr(result, "indices", None)
-        if name not in _DIM_PLACES or not isinstance(indices, Tensor) or indices.is_floating_point():
+        if name != "relu" and name not in _DIM_PLACES:
             return result
-        if not args[0].is_floating_point():
+        chosen_from = args[0] if args else (kwargs or {})["input"]
+        if name == "relu":
+            return torch.where(self._first(name, result > 0), chosen_from, 0)
+        indices = result if isinstance(result, Tensor) else getattr(result, "indices", None)
+        if not isinstance(indices, Tensor) or indices.is_floating_point():
+            return result
+        if not chosen_from.is_floating_point():
             return result  # the order of tokens by expert
         recorded = self._first(name, indices)
         if self._is_first:
             return result
         if name == "max":
             # What a model derives from a maximum need not hold for another element. Attention only subtracts it.
-            self.differs |= args[0].ndim < ATTENTION_NDIM and not torch.equal(recorded, indices)
+            self.differs |= chosen_from.ndim < ATTENTION_NDIM and not torch.equal(recorded, indices)
             return result
         if isinstance(result, Tensor):
             return recorded
         place, default = _DIM_PLACES[name]
         dim = (kwargs or {}).get("dim", args[place] if len(args) > place else default)
-        return type(result)((args[0].gather(dim, recorded), recorded))
+        return type(result)((chosen_from.gather(dim, recorded), recorded))
 
     def _first(self, name: str, choice: Tensor) -> Tensor:
-        """What the first step chose in this call of a function; this choice itself in the first step, or if it had none."""
+        """What the first step chose in this call of a function (of a maximum: the step before); this choice if it had none."""
         key = name, choice.shape
         if self._is_first:
             self._recorded.setdefault(key, []).append(choice)
             return choice
         choices, number = self._recorded.get(key, []), self._next[key]
         self._next[key] += 1
-        return choices[number] if number < len(choices) else choice
+        if number >= len(choices):
+            return choice
+        recorded = choices[number]
+        if name == "max":
+            choices[number] = choice
+        return recorded
 
 
 _DIM_PLACES = {"topk": (2, -1), "sort": (1, -1), "argmax": (1, -1), "argsort": (1, -1), "max": (1, -1)}
@@ -149,43 +170,72 @@ def further_than_upstream(actual: Step, upstream: Step, exact: Step) -> dict[str
 def errors(actual: Step, upstream: Step, exact: Step) -> dict[str, float]:
     """How many times as far from `exact` each output and gradient is as upstream's.
 
-    By chance a result of few elements is close to exact: what upstream's gradients are wrong by in the median, relative to their
-    size, and a part of a rounding error of an output, or of the largest gradient, count as upstream's own error everywhere (of an
-    output that upstream computes in bf16 the whole, and as much as of gradients: it may be a sum that cancels, too): small
-    gradients are sums that cancel. Where upstream's result is mostly error, nothing is compared.
+    By chance a result of few elements is close to exact, and small gradients are sums that cancel. So these count as upstream's own
+    error everywhere:
+
+        a gradient    what upstream's compared gradients are wrong by in the median, relative to their size, and a part of a
+                      rounding error of the largest
+        an output     a part of a rounding error; if upstream computes it in bf16 the whole, and as much as of gradients, up to
+                      `MAX_LOSS_SHARE`: it may be a sum that cancels, too
+
+    Of a gradient that is mostly error upstream (`left_out`) only the form is compared, and that it is finite.
     """
-    gradients = {
-        f"gradient of {name}": (actual.gradients.get(name), upstream.gradients.get(name), gradient)
-        for name, gradient in exact.gradients.items()
-    }
-    outputs = {name: (actual.outputs[name], upstream.outputs[name], exact.outputs[name]) for name in actual.outputs}
-    smallest = GRADIENT_FLOOR * exact.max_gradient_norm
-    own = {
-        name: _distance(theirs, reference) / max(_norm(reference), smallest)
-        for name, (_, theirs, reference) in gradients.items()
-        if theirs is not None and reference is not None and _norm(reference)
-    }
-    usual = statistics.median(own.values()) if own else 0.0
-    compared = {name: results for name, results in gradients.items() if own.get(name, 0.0) <= MOSTLY_ERROR}
-    least = EPS * GRADIENT_SHARE * exact.max_gradient_norm
+    names = dict.fromkeys([*exact.outputs, *upstream.outputs, *actual.outputs])
+    outputs = {name: (actual.outputs.get(name), upstream.outputs.get(name), exact.outputs.get(name)) for name in names}
+    own = _own_errors(upstream, exact)
+    compared = [error for error in own.values() if error <= MOSTLY_ERROR]
+    usual = statistics.median(compared) if compared else 0.0
+    share = max(EPS, min(usual, MAX_LOSS_SHARE * EPS))
     ratios = {
-        name: _ratio(*results, share=max(EPS, usual) if _is_of_bf16(results[1]) else EPS * LOSS_SHARE, least=0.0)
+        name: _ratio(*results, share=share if _is_of_bf16(results[1]) else EPS * LOSS_SHARE, least=0.0)
         for name, results in outputs.items()
     }
-    return ratios | {name: _ratio(*results, share=usual, least=least) for name, results in compared.items()}
+    least = EPS * GRADIENT_SHARE * exact.max_gradient_norm
+    for name, reference in exact.gradients.items():
+        ours, theirs = actual.gradients.get(name), upstream.gradients.get(name)
+        ratio = _ratio(ours, theirs, reference, share=usual, least=least)
+        is_compared = own.get(name, 0.0) <= MOSTLY_ERROR or not math.isfinite(ratio)
+        ratios[f"gradient of {name}"] = ratio if is_compared else 0.0
+    return ratios
 
 
-def _is_of_bf16(result: Tensor) -> bool:
+def left_out(upstream: Step, exact: Step) -> dict[str, str]:
+    """What `errors` does not compare and why, as an entry of what a proof leaves out; {} if it compares everything."""
+    own = _own_errors(upstream, exact)
+    names = [name for name, error in own.items() if not error <= MOSTLY_ERROR]
+    if not names:
+        return {}
+    more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+    named = f"{', '.join(names[:NUM_NAMED])}{more}"
+    return {LEFT_OUT: f"{len(names)} of {len(own)} are mostly rounding error in upstream's own step: {named}."}
+
+
+def _own_errors(upstream: Step, exact: Step) -> dict[str, float]:
+    """Parameter -> what upstream's gradient in bf16 is wrong by, relative to its size; without those that are zero."""
+    smallest = GRADIENT_FLOOR * exact.max_gradient_norm
+    return {
+        name: _distance(theirs, reference) / max(_norm(reference), smallest)
+        for name, reference in exact.gradients.items()
+        if (theirs := upstream.gradients.get(name)) is not None and reference is not None and _norm(reference)
+    }
+
+
+def _is_of_bf16(result: Tensor | None) -> bool:
     """Whether bf16 has these values: one of fp32 is among them once in 65,536 times."""
-    return torch.equal(result.to(DTYPE).to(result.dtype), result)
+    return result is not None and torch.equal(result.to(DTYPE).to(result.dtype), result)
 
 
 def _ratio(
     actual: Tensor | None, upstream: Tensor | None, exact: Tensor | None, *, share: float, least: float
 ) -> float:
-    """With at least this share of the exact result's norm, and this distance, as upstream's own error."""
-    if actual is None or upstream is None or exact is None:
-        return 1.0 if (actual is None) == (upstream is None) else math.inf
+    """With at least this share of the exact result's norm, and this distance, as upstream's own error; infinite if ours and
+    upstream's are not of one form."""
+    if actual is None or upstream is None:
+        return 1.0 if actual is upstream else math.inf
+    if actual.shape != upstream.shape or actual.dtype != upstream.dtype:
+        return math.inf
+    if exact is None:
+        return 1.0
     own = max(_distance(upstream, exact), share * _norm(exact), least)
     distance = _distance(actual, exact)
     return distance / own if own else 0.0 if distance == 0.0 else math.inf

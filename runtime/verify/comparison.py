@@ -36,6 +36,15 @@ class Step:
         norms = (gradient.double().norm().item() for gradient in self.gradients.values() if gradient is not None)
         return max(filter(math.isfinite, norms), default=0.0)
 
+    @property
+    def not_finite(self) -> str:
+        """What is not finite, "loss or logits" or "gradients"; "" if all of these are. Other outputs may hold a mask."""
+        results = [self.outputs[name] for name in ("loss", "logits") if name in self.outputs]
+        if not all(bool(result.isfinite().all()) for result in results):
+            return "loss or logits"
+        gradients = (gradient for gradient in self.gradients.values() if gradient is not None)
+        return "" if all(bool(gradient.isfinite().all()) for gradient in gradients) else "gradients"
+
     def parameters_without_gradient(self) -> list[str]:
         """Parameters without a gradient, or with one that is all zeros: this step tests nothing about them."""
         return [name for name, gradient in self.gradients.items() if gradient is None or not gradient.any()]

@@ -16,7 +16,6 @@ on two ranks in `two_ranks.py`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Collection, Iterable, Mapping
@@ -172,6 +171,8 @@ def prove(
     through_seams: Case | None = None
     for case in cases:
         comparison.run(case)
+        if case.name in proof.left_out:
+            continue
         first = first or case
         if case.name == OTHER_CALLER:
             through_seams = case
@@ -209,8 +210,12 @@ class _Comparison:
         self.proof, self.pair, self.variant, self.training = proof, pair, variant, training
 
     def run(self, case: Case, expected: Step | None = None) -> None:
-        """One case, with upstream's step if it is known."""
-        expected = expected or self._upstream_step(case, self.pair.upstream)
+        """One case, with upstream's step if it is known. That of another caller is left out if upstream cannot compute it."""
+        if expected is None:
+            get_step = self._upstream_step_if_any if case.name == OTHER_CALLER else self._upstream_step
+            expected = get_step(case, self.pair.upstream)
+            if expected is None:
+                return
         actual = self._generated_step(case, self.pair.generated)
         outputs, gradients, unequal = _compared(actual, expected)
         if not self.pair.correspondence.is_identity:
@@ -220,18 +225,20 @@ class _Comparison:
         self._add(case, outputs, gradients, unequal, actual, expected)
 
     def prove_seams(self, case: Case, implementations: Collection[str] | None, *, large: bool) -> None:
-        """Each seam on a case: with large weights, after a comparison of the eager form, unless upstream's step overflows then."""
+        """Each seam on a case: with large weights, after a comparison of the eager form, unless upstream cannot compute it then."""
         pair = self.pair
-        with large_weights(pair.upstream, pair.generated, pair.correspondence) if large else contextlib.nullcontext():
-            expected = self._upstream_step(case, pair.upstream)
-            is_finite = _is_finite(expected)
-            if large and is_finite:
-                self.run(replace(case, name=LARGE_WEIGHTS), expected)
-            if is_finite or not large:
-                self.proof.seams = prove_seams(pair.generated, case, expected, implementations, training=self.training)
-                return
-        self.proof.left_out[LARGE_WEIGHTS] = "upstream's own loss or logits are not finite."
-        self.prove_seams(case, implementations, large=False)
+        if large:
+            extreme = replace(case, name=LARGE_WEIGHTS)
+            with large_weights(pair.upstream, pair.generated, pair.correspondence):
+                expected = self._upstream_step_if_any(extreme, pair.upstream)
+                if expected is not None:
+                    self.run(extreme, expected)
+                    self._prove_seams_on(case, expected, implementations)
+                    return
+        self._prove_seams_on(case, self._upstream_step(case, pair.upstream), implementations)
+
+    def _prove_seams_on(self, case: Case, expected: Step, implementations: Collection[str] | None) -> None:
+        self.proof.seams = prove_seams(self.pair.generated, case, expected, implementations, training=self.training)
 
     def run_in_bf16(self, case: Case, config: PreTrainedConfig) -> None:
         """The case in bf16, from the same weights."""
@@ -240,14 +247,8 @@ class _Comparison:
             weights = pair.upstream.state_dict()
             upstream = bf16.model_in_bf16(type(pair.upstream), config, weights)
             case = replace(case, name=BF16, batch=bf16.inputs_in_bf16(case.batch))
-            try:
-                expected = self._upstream_step(case, upstream)
-            except Exception as error:  # an operation may have no form in bf16, or none on this device
-                reraise_machine_failure(error)
-                self.proof.left_out[case.name] = f"upstream's own class fails: {verdict.one_line_error(error)}"
-                return
-            if not _is_finite(expected):
-                self.proof.left_out[case.name] = "upstream's own loss or logits are not finite."
+            expected = self._upstream_step_if_any(case, upstream)
+            if expected is None:
                 return
             generated = bf16.model_in_bf16(type(pair.generated), config, pair.correspondence.to_generated(weights))
             actual = self._generated_step(case, generated)
@@ -255,12 +256,26 @@ class _Comparison:
             if unequal and not pair.correspondence.is_identity:
                 exact = self._upstream_step(case, pair.upstream)
                 far = bf16.further_than_upstream(actual, expected, exact)
-                unequal = {key: value for key, value in unequal.items() if key in far}
+                unequal = {key: value for key, value in unequal.items() if key in far or not value.has_same_form}
+                self.proof.left_out |= bf16.left_out(expected, exact)
         self._add(case, outputs, gradients, unequal, actual, expected)
 
     def _upstream_step(self, case: Case, upstream: nn.Module) -> Step:
         with all_eager():
             return self.pair.correspondence.step(train_step(upstream, case, training=self.training))
+
+    def _upstream_step_if_any(self, case: Case, upstream: nn.Module) -> Step | None:
+        """Upstream's step; None, and the case is left out, if its class refuses it or computes what is not finite."""
+        try:
+            step = self._upstream_step(case, upstream)
+        except Exception as error:  # an operation may have no form in bf16, or none on this device
+            reraise_machine_failure(error)
+            self.proof.left_out[case.name] = f"upstream's own class fails: {verdict.one_line_error(error)}"
+            return None
+        if step.not_finite:
+            self.proof.left_out[case.name] = f"upstream's own {step.not_finite} are not finite."
+            return None
+        return step
 
     def _generated_step(self, case: Case, generated: nn.Module) -> Step:
         with all_eager(), lines.executed(inspect.getfile(type(generated))) as run:
@@ -326,14 +341,9 @@ def _failures(subject: str, unequal: Mapping[str, Difference], expected: Step) -
             failures.append(f"{subject}: {kind} ... and {len(ranked) - NUM_NAMED} more.")
     if len(expected.parameters_without_gradient()) == len(expected.gradients):
         failures.append(f"{subject}: upstream's own step gives no parameter a gradient, so nothing was compared.")
-    if not _is_finite(expected):
-        failures.append(f"{subject}: upstream's own loss or logits are not finite.")
+    if expected.not_finite:
+        failures.append(f"{subject}: upstream's own {expected.not_finite} are not finite.")
     return failures
-
-
-def _is_finite(step: Step) -> bool:
-    """Whether loss and logits are; other outputs may hold a mask."""
-    return all(bool(step.outputs[name].isfinite().all()) for name in ("loss", "logits") if name in step.outputs)
 
 
 def _describe(deviation: Difference) -> str:

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from patchgen.runtime.attention_kinds import Kind
-from patchgen.runtime.compatibility import PROVEN_IN_ONE_PROCESS, digest
+from patchgen.runtime.compatibility import digest
 from patchgen.runtime.verify import source_closure, verdict
 from patchgen.runtime.verify.comparison import Difference
 from patchgen.runtime.verify.observe import facts
@@ -226,7 +226,7 @@ def _current_record(directory: Path, file: Path, head: str) -> ProofRecord | Non
     record: ProofRecord = json.loads(path.read_text())
     made_with: Mapping[str, object] = record.get("made_with", {})
     is_current = (
-        record.get("status") in PROVEN_IN_ONE_PROCESS
+        record.get("status") in verdict.PROVEN_IN_ONE_PROCESS
         and made_with.get("prover") == source_closure.prover()
         and made_with.get("transformers") == transformers.__version__  # `transformers` has earlier releases, too
         and record["head"] == head

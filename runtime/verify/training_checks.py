@@ -28,6 +28,7 @@ from patchgen.runtime.verify.comparison import (
     Difference,
     Step,
     compare_gradients,
+    compare_outputs,
     difference,
     name_of_worst,
     nan_is_largest,
@@ -162,17 +163,16 @@ class Comparison(BothModels):
     def rows(self, name: str, rows: Batch, other_labels: int = 0) -> None:
         """Rows without packing, in a step with `other_labels` more labels; a failure is left out if upstream reads padding."""
         items = self.count_labels(rows) + other_labels
-        is_real = rows.get("attention_mask", torch.ones_like(rows["input_ids"])).bool()
+        is_real = _is_real(rows)
         num_failures = len(self.failures)
         batch = inputs.trainer_inputs(rows)
         if "attention_mask" in rows:  # our trainer never pads by a mask; other trainers do
             targets = loss.upstream_labels(self.generated_class, rows)["labels"]
             batch = rows if targets is rows["labels"] else {**rows, "shift_labels": targets}
-        logits = lambda model: {"logits": self._reference_logits(model, rows)[is_real]}  # noqa: E731
         self._compare(
             name,
             actual=self._step([batch], items, {"logits": self._logits(batch)[is_real]}),
-            upstream_step=lambda model: self._reference_step(model, [rows], items, logits(model)),
+            upstream_step=lambda model: self._reference_step(model, [rows], items, self._real_logits(model, rows)),
         )
         # Attention outputs at padding are undefined: a model whose upstream reads them cannot be compared.
         if len(self.failures) > num_failures and not is_real.all() and self._reads_padding_upstream(rows, is_real):
@@ -258,14 +258,16 @@ class Comparison(BothModels):
 
     def large_weights(self) -> None:
         """Rows of one document, with weights on which clamps and caps bite."""
-        rows, items, num_failures = self.plain, self.count_labels(self.plain), len(self.failures)
+        rows, items = self.plain, self.count_labels(self.plain)
+
+        def reference() -> Step:
+            return self._reference_step(self.reference, [rows], items, self._real_logits(self.reference, rows))
+
         with large_weights(self.reference, self.generated, self.correspondence):
+            if self._upstream_if_any("large weights", reference) is None:
+                return
             actual = self._step([inputs.trainer_inputs(rows)], items)
             self._compare("large weights", actual, lambda model: self._reference_step(model, [rows], items))
-            if len(self.failures) > num_failures and not self._reference_logits(self.reference, rows).isfinite().all():
-                self.left_out["large weights"] = "upstream's own logits are not finite"
-                self.checks.pop()
-                del self.failures[num_failures:]
 
     def bf16(self) -> None:
         """Rows of one document in bf16, in units of upstream's own error there."""
@@ -274,37 +276,54 @@ class Comparison(BothModels):
 
         def reference(model: nn.Module) -> Step:
             with choices:
-                return self.correspondence.step(self._reference_step(model, [rows], items))
+                step = self._reference_step(model, [rows], items, self._real_logits(model, rows))
+                return self.correspondence.step(step)
 
         with bf16.rounded(self.reference):
             exact, weights = reference(self.reference), self.reference.state_dict()
-            try:
-                upstream = reference(bf16.model_in_bf16(type(self.reference), self.config, weights))
-            except Exception as error:  # an operation may have no form in bf16, or none on this device
-                reraise_machine_failure(error)
-                self.left_out["bf16"] = f"upstream's own class fails: {one_line_error(error)}"
+            upstream = self._upstream_if_any(
+                "bf16", lambda: reference(bf16.model_in_bf16(type(self.reference), self.config, weights))
+            )
+            if upstream is None:
                 return
             ours = self.with_separate_documents(self.separates_documents)
             ours.generated = self._generated(self.compared_attention, self.config, bf16.DTYPE)
         model_calls.separate_documents(ours.generated, self.separates_documents)
-        try:
-            with choices:
-                actual = ours._step([inputs.trainer_inputs(rows)], items)
-        except NotImplementedError as error:
-            self.left_out["bf16"] = one_line_error(error)
-            return
+        with choices:
+            batch = inputs.trainer_inputs(rows)
+            actual = ours._step([batch], items, {"logits": ours._logits(batch)[_is_real(rows)]})
+        self.left_out |= bf16.left_out(upstream, exact)
         far = bf16.further_than_upstream(actual, upstream, exact)
         if far and choices.differs:
-            self.left_out["bf16"] = "another element is the largest than in fp32, which is no rounding of what follows"
+            self.left_out["bf16"] = (
+                "another element is the largest than upstream, which is no rounding of what follows"
+            )
             return
         gradients = compare_gradients(bf16.in_fp32(actual), exact)
-        loss = difference(actual.outputs["loss"].float(), exact.outputs["loss"].float())
-        self.checks.append(Check("bf16", loss, gradient=worst_of(gradients.values())))
+        outputs = compare_outputs(bf16.in_fp32(actual), bf16.in_fp32(exact))
+        self.checks.append(Check("bf16", outputs["loss"], outputs["logits"], worst_of(gradients.values())))
         if far:
             key = max(far, key=lambda name: nan_is_largest(far[name]))
             self.failures.append(
                 f"in bf16 {key} is {far[key]:.0f} times as far from upstream's in fp32 as upstream's own in bf16."
             )
+
+    def _upstream_if_any(self, name: str, step: Callable[[], Step]) -> Step | None:
+        """Upstream's step; None, and the check is left out, if its class refuses it or computes what is not finite."""
+        try:
+            upstream = step()
+        except Exception as error:  # an operation may have no form in bf16, or none on this device
+            reraise_machine_failure(error)
+            self.left_out[name] = f"upstream's own class fails: {one_line_error(error)}"
+            return None
+        if upstream.not_finite:
+            self.left_out[name] = f"upstream's own {upstream.not_finite} are not finite"
+            return None
+        return upstream
+
+    def _real_logits(self, model: nn.Module, rows: Batch) -> dict[str, Tensor]:
+        """The logits of an upstream model without those at padding, which are undefined."""
+        return {"logits": self._reference_logits(model, rows)[_is_real(rows)]}
 
     def _compare(self, name: str, actual: Step, upstream_step: Callable[[nn.Module], Step]) -> None:
         def reference(model: nn.Module) -> Step:
@@ -330,6 +349,11 @@ class Comparison(BothModels):
             reason = beyond[key].not_measurable
             how_far = f": {reason}" if reason else f" by {beyond[key].relative:.0e}, relative"
             self.failures.append(f"{_SUBJECT.get(name, name)}: {key} {verb} from {source}{how_far}.")
+
+
+def _is_real(rows: Batch) -> Tensor:
+    """Which positions `(B, S)` are no padding."""
+    return rows.get("attention_mask", torch.ones_like(rows["input_ids"])).bool()
 
 
 UNPACKED = ("plain", "padded right", "padded left", "router loss", "large weights", "bf16")

@@ -30,6 +30,8 @@ IN_WORDS = {
     "ep2": "experts shared by two ranks",
     "sp2": "a sequence shared by two ranks",
 }
+PROVEN_IN_ONE_PROCESS = (PROVEN, *WITHOUT.values())
+"""The statuses of a file that is proven in one process, whatever it does on two ranks."""
 REFUSED = "refused"
 """How the reason of a layout begins that a run refuses at its start."""
 MAX_LENGTH = 320

@@ -140,7 +140,6 @@ def _proof_of(
     """The proof of one variant; seams are proven in the first only. Adds the names of its input tensors to `covered_inputs`."""
     takes_all = is_first or variant in VARIANTS_WITH_ALL_CASES
     cases, media = _cases(pair[0], small.config, variant, takes_all=takes_all, callers=is_first)
-    covered_inputs.update(name for case in cases for name, value in case.batch.items() if isinstance(value, Tensor))
     proof = prove(
         *pair,
         small.config,
@@ -152,6 +151,8 @@ def _proof_of(
         round_trip=is_first or variant in ("tied", "untied"),
         extremes=is_first,
     )
+    compared = [case.batch for case in cases if case.name not in proof.left_out]
+    covered_inputs.update(name for batch in compared for name, value in batch.items() if isinstance(value, Tensor))
     proof.overrides, proof.unclassified = small.overrides, small.unclassified
     proof.refused_inputs, proof.not_compared = media.refused, media.missing
     return proof

@@ -43,6 +43,15 @@ def test_a_loss_of_transformers_whose_labels_are_not_shifted_is_known_in_chunks(
     torch.testing.assert_close(found["chunked"], expected, rtol=1e-6, atol=0)
 
 
+def test_logits_keep_their_dtype_where_the_loss_function_casts_its_own_copy():
+    torch.manual_seed(0)
+    head, hidden = nn.Linear(8, 11, dtype=torch.bfloat16), torch.randn(2, 9, 8, dtype=torch.bfloat16)
+    labels = torch.randint(11, (2, 9))
+    logits, loss = ops.causal_lm_loss(head, hidden, labels, loss_function=ForMaskedLMLoss, vocab_size=11)
+    assert logits.dtype == torch.bfloat16 and torch.equal(logits, head(hidden))
+    assert torch.equal(loss, ForMaskedLMLoss(head(hidden), labels, 11))
+
+
 def test_without_labels_there_are_logits_and_no_loss(batch):
     hidden_BSH, _ = batch
     head = nn.Linear(8, 5)

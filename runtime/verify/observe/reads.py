@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -45,6 +46,8 @@ FAR, FAR_WHOLE = 1e9, 10_000
 MANY = 256
 """How many reads of a line are answered otherwise together: a loop that ends by them goes on after as many."""
 SIZE = "a size that values decide"
+MOST_TRIES = 3
+"""In how many forwards a line is read otherwise while no effect shows; in others only if its value is of another kind."""
 
 
 class Reads:
@@ -239,7 +242,9 @@ def called(model: nn.Module, source: Source) -> Iterator[list[str]]:
 
 
 class Observed:
-    """The values that forwards of a model read, and which modules other values would run; each line is tried once.
+    """The values that forwards of a model read, and which modules other values would run.
+
+    What a value decides may run in some of the forwards only: a line is tried again until it shows an effect.
 
     Attributes:
         executed_lines: of the file, by these forwards.
@@ -248,25 +253,38 @@ class Observed:
     def __init__(self, source: Source, model: nn.Module) -> None:
         self.source, self.model = source, model
         self.executed_lines: set[int] = set()
-        self._tried: set[int] = set()
+        self._tried: dict[int, Counter[tuple[str, str]]] = {}
+        """Line -> what was read there, and the kind of its value -> the forwards in which it was answered otherwise."""
+        self._with_effect: set[int] = set()
 
     def in_run(self, run: Callable[[], object]) -> list[Fact]:
-        """The facts of `run`, a forward, about lines that no forward before it read a value in."""
+        """The facts of `run`, a forward, about lines that are tried in it: those that showed no effect yet."""
         reads = Reads(self.source)
         with lines.executed(self.source.file) as executed:
             usual = self._calls(run, reads)
         self.executed_lines |= executed
         facts = []
         for line, what in sorted(reads.found.items()):
-            if line in self._tried:
+            first = reads.values.get(line)
+            if not self._is_to_try(line, (what, _kind_of(first))):
                 continue
-            self._tried.add(line)
-            answers = [(answer, 1) for answer in other_answers(what, reads.values.get(line))]
-            if isinstance(first := reads.values.get(line), bool):
+            answers = [(answer, 1) for answer in other_answers(what, first)]
+            if isinstance(first, bool):
                 answers.append((lambda _, other=not first: other, MANY))  # `any(row.any() for row in x)`
             effects = (self._effect(run, Reads(self.source, line, *answer), usual) for answer in answers)
-            facts.append(Fact(VALUE, line, self.source.code(line), what, next(filter(None, effects), "")))
+            effect = next(filter(None, effects), "")
+            if effect:
+                self._with_effect.add(line)
+            facts.append(Fact(VALUE, line, self.source.code(line), what, effect))
         return facts
+
+    def _is_to_try(self, line: int, kind: tuple[str, str]) -> bool:
+        """Whether another value on a line may still show what no forward showed; counts the try."""
+        tried = self._tried.setdefault(line, Counter())
+        if line in self._with_effect or (kind in tried and tried.total() >= MOST_TRIES):
+            return False
+        tried[kind] += 1
+        return True
 
     def _calls(self, run: Callable[[], object], reads: Reads) -> list[str]:
         with called(self.model, self.source) as sequence, reads.watching():
@@ -274,16 +292,27 @@ class Observed:
         return sequence
 
     def _effect(self, run: Callable[[], object], reads: Reads, usual: list[str]) -> str:
-        """What else runs with another value; empty if nothing does, or if that value is refused by an error: no rank waits then."""
-        try:
-            other = self._calls(run, reads)
-        except Exception as error:
-            reraise_machine_failure(error)
-            return ""
-        if other == usual:
-            return ""
+        """What else runs with another value; empty if nothing does. An error ends the calls early, which is no effect: a rank
+        that stops makes none wait. What ran before it counts."""
+        is_refused = False
+        with called(self.model, self.source) as other, reads.watching():
+            try:
+                run()
+            except Exception as error:
+                reraise_machine_failure(error)
+                is_refused = True
         pairs = zip(usual, other, strict=False)
         differing = next((theirs for ours, theirs in pairs if ours != theirs), None)
-        longer = max(usual, other, key=len)
-        name = differing or longer[min(len(usual), len(other))]
+        longer = other if is_refused else max(usual, other, key=len)
+        beyond = longer[min(len(usual), len(other)) :]
+        if differing is None and not beyond:
+            return ""
+        name = differing or beyond[0]
         return f"on another value other modules run, {name} first, and ranks whose data differ wait for each other"
+
+
+def _kind_of(value: Any) -> str:
+    """The kind of a value that is read: its type, and which of the two it is if it decides one of two ways."""
+    if isinstance(value, Tensor):
+        return f"Tensor with{'' if len(value) else 'out'} rows" if value.dim() else "Tensor"
+    return repr(value) if isinstance(value, bool) else type(value).__name__

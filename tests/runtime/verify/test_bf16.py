@@ -10,7 +10,15 @@ from stand_in import upstream_head, write_stand_in
 from torch.nn import functional as F
 
 from patchgen.runtime import registry, seams
-from patchgen.runtime.verify.bf16 import SameChoices, further_than_upstream, model_in_bf16, rounded
+from patchgen.runtime.verify.bf16 import (
+    EPS,
+    LEFT_OUT,
+    SameChoices,
+    further_than_upstream,
+    left_out,
+    model_in_bf16,
+    rounded,
+)
 from patchgen.runtime.verify.comparison import Step
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.proof import BF16
@@ -20,6 +28,7 @@ from patchgen.runtime.verify.verify_model import verify_model
 
 ROUTER = ("softmax(router_logits, dtype=torch.float, dim=-1)", "softmax(router_logits, dim=-1)")
 EXPERTS = ("self.act_fn(gate) * up", "(self.act_fn(gate.float()) * up).to(up.dtype)")
+HEAD = "logits = self.lm_head(hidden_states)\n"
 NORM = ("hidden_states = hidden_states.to(torch.float32)\n", "hidden_states = hidden_states\n")
 
 
@@ -114,6 +123,10 @@ def test_steps_choose_what_the_first_one_chose():
         assert others.sort(dim=-1).indices.tolist() == [[1, 2, 0]], "a choice that the first step did not make"
         assert not choices.differs
         assert others.max(dim=-1).indices.tolist() == [0] and choices.differs, "a maximum is only compared"
+    with choices:
+        assert not choices.differs
+        others.max(dim=-1)
+    assert not choices.differs, "with that of the step before"
     assert others.topk(2).indices.tolist() == [[0, 2]]
 
 
@@ -125,6 +138,57 @@ def test_a_relu_is_open_where_it_was_in_the_first_step():
     with choices:
         F.relu(near).sum().backward()
     assert near.grad.tolist() == [1.0, 0.0, 1.0]
+
+
+def test_a_choice_is_the_same_whatever_names_its_arguments_have():
+    scores, others = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[5.0, 2.0, -4.0]])
+    choices = SameChoices()
+    with choices:
+        torch.topk(input=scores, k=2)
+        F.relu(input=scores)
+    with choices:
+        assert torch.topk(input=others, k=2).indices.tolist() == [[2, 1]]
+        assert F.relu(input=others).tolist() == others.tolist()
+
+
+def in_bf16(tmp_path, code: str):
+    """The training path of a llama that does this to its logits, in bf16 alone, when it is called without labels."""
+    plant = f"{HEAD}        if logits.dtype == torch.bfloat16 and labels is None:\n            {code}\n"
+    generated = registry.read_model(write_stand_in(tmp_path, "llama", edits=((HEAD, plant),)))
+    upstream = upstream_head("llama")
+    config = small_config(upstream.config_class).config
+    return prove_training_path(upstream, generated.load().LlamaForCausalLM, config)
+
+
+def test_logits_are_compared_on_the_path_of_a_run_as_the_loss_is(tmp_path):
+    (failure,) = in_bf16(tmp_path, "logits = logits * 1.5").failures
+    assert failure.startswith("in bf16 logits ")
+
+
+def test_what_only_ours_cannot_compute_in_bf16_is_a_failure(tmp_path):
+    path = in_bf16(tmp_path, "raise NotImplementedError('no form in bf16')")
+    assert path.failures == ("bf16: NotImplementedError: no form in bf16.",) and "bf16" not in path.left_out
+
+
+def test_another_maximum_upstream_excuses_nothing_of_ours(tmp_path, monkeypatch):
+    """In bf16 both find another largest element than in fp32, where the two are equal."""
+    upstream, largest = upstream_head("llama"), "torch.tensor([[1.0, 1.001]]).to(logits.dtype).max(dim=-1)"
+    forward = upstream.forward
+
+    @functools.wraps(forward)
+    def with_maximum(self, *arguments, **options):
+        torch.tensor([[1.0, 1.001]]).to(self.lm_head.weight.dtype).max(dim=-1)
+        return forward(self, *arguments, **options)
+
+    spoiled = (
+        f"{HEAD}        {largest}\n        if logits.dtype == torch.bfloat16:\n            logits = logits * 1.5\n"
+    )
+    generated = registry.read_model(write_stand_in(tmp_path, "llama", edits=((HEAD, spoiled),)))
+    monkeypatch.setattr(upstream, "forward", with_maximum)
+    config = small_config(upstream.config_class).config
+    path = prove_training_path(upstream, generated.load().LlamaForCausalLM, config)
+    (failure,) = path.failures
+    assert failure.startswith("in bf16 ") and "bf16" not in path.left_out
 
 
 def test_errors_are_counted_in_upstreams_own_and_noise_is_not_compared():
@@ -152,3 +216,32 @@ def test_a_loss_that_upstream_rounds_may_be_rounded_to_its_other_neighbour():
     assert not further_than_upstream(below, above, exact)
     assert set(further_than_upstream(step(3.171875 - 6 / 64), above, exact)) == {"loss"}
     assert set(further_than_upstream(below, step(3.1719), exact)) == {"loss"}, "which upstream computes in fp32"
+
+
+def step_of(loss: float, *gradients: float) -> Step:
+    return Step({"loss": torch.tensor(loss)}, {f"weight{i}": torch.tensor([g]) for i, g in enumerate(gradients)})
+
+
+def test_a_loss_may_be_wrong_by_a_few_rounding_errors_however_wrong_gradients_are():
+    exact, upstream = step_of(1.0, 1.0, 1.0), step_of(1.0, 1.3, 0.7)
+    assert not further_than_upstream(step_of(1.0 + 8 * EPS, 1.3, 0.7), upstream, exact)
+    assert set(further_than_upstream(step_of(1.5, 1.3, 0.7), upstream, exact)) == {"loss"}
+
+
+def test_gradients_that_are_mostly_error_are_told_and_measure_nothing():
+    exact, upstream = step_of(1.0, 1.0, 1.0, 1.0), step_of(1.0, 1.01, 1.9, 0.1)
+    assert set(further_than_upstream(step_of(1.0, 1.5, -3.0, 5.0), upstream, exact)) == {"gradient of weight0"}
+    assert left_out(upstream, exact) == {
+        LEFT_OUT: "2 of 3 are mostly rounding error in upstream's own step: weight1, weight2."
+    }
+    assert left_out(exact, exact) == {}
+    not_finite = step_of(1.0, 1.01, float("nan"), 0.1)
+    assert set(further_than_upstream(not_finite, upstream, exact)) == {"gradient of weight1"}
+
+
+def test_a_result_of_another_form_is_infinitely_far():
+    exact, upstream = step_of(1.0, 1.0), step_of(1.0, 1.01)
+    more = Step({**upstream.outputs, "logits": torch.ones(2)}, upstream.gradients)
+    assert further_than_upstream(more, upstream, exact) == {"logits": float("inf")}
+    narrow = Step({"loss": upstream.outputs["loss"].to(torch.bfloat16)}, upstream.gradients)
+    assert further_than_upstream(narrow, upstream, exact) == {"loss": float("inf")}

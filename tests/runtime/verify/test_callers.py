@@ -9,7 +9,8 @@ from stand_in import upstream_head, write_stand_in
 
 from patchgen.kernels.loss.causal_lm_loss import chunked_causal_lm_loss
 from patchgen.runtime import seams
-from patchgen.runtime.verify.inputs import IGNORED, ITEMS_OF_STEP, NUM_ITEMS, SHIFTED, caller_cases
+from patchgen.runtime.verify.inputs import IGNORED, ITEMS_OF_STEP, NUM_ITEMS, OTHER_CALLER, SHIFTED, caller_cases
+from patchgen.runtime.verify.proof import LARGE_WEIGHTS
 from patchgen.runtime.verify.seam_proof import FAILED
 from patchgen.runtime.verify.small_config import small_config
 from patchgen.runtime.verify.verify_model import verify_model
@@ -80,6 +81,44 @@ def test_a_batch_that_upstreams_step_changes_as_well_is_told(tmp_path, monkeypat
     proof = verify_model(folder, variants=("base",), implementations=(), training_path=False)
     assert proof.failures == []
     assert list(proof.changed_inputs) == ["attention_mask"]
+
+
+def refuses(output):
+    raise ValueError("no such caller")
+
+
+def without_finite_gradients(output):
+    """The loss stays what it is: a square root has no derivative at zero."""
+    output.loss = output.loss + (output.loss * 0).sqrt()
+    return output
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "reason"),
+    [
+        (refuses, "upstream's own class fails: no such caller."),
+        (without_finite_gradients, "upstream's own gradients are not finite."),
+    ],
+)
+@pytest.mark.parametrize("name", [OTHER_CALLER, LARGE_WEIGHTS])
+def test_what_upstream_cannot_compute_is_told_and_no_failure(tmp_path, monkeypatch, name, spoiled, reason):
+    upstream = upstream_head("llama")
+    forward = upstream.forward
+
+    @functools.wraps(forward)
+    def spoiling(self, *arguments, **options):
+        is_large = float(self.lm_head.weight.detach().abs().max()) > 1
+        output = forward(self, *arguments, **options)
+        is_this = is_large if name == LARGE_WEIGHTS else isinstance(options.get(NUM_ITEMS), int)
+        return spoiled(output) if is_this and output.loss is not None else output
+
+    folder = write_stand_in(tmp_path, "llama")
+    monkeypatch.setattr(upstream, "forward", spoiling)
+    proof = verify_model(folder, variants=("base",), implementations=("chunked",))
+    assert proof.is_proven, (proof.failures, proof.training)
+    assert proof.left_out == {name: reason} and name not in {case.name for case in proof.cases}
+    assert (SHIFTED in proof.inputs) == (name != OTHER_CALLER)
+    assert (name in proof.training.left_out) == (name == LARGE_WEIGHTS)
 
 
 def test_cases_of_callers_differ_from_what_a_model_would_make_of_labels_alone():

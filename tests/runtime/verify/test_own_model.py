@@ -84,20 +84,43 @@ FAULTS = {
     "the kernel's experts turned": (KERNEL, KERNEL.replace(",", ".roll(1, 0),", 1), "rows of one document: logits"),
 }
 ONLY_IN_A_RUN = ("the kernel's experts turned",)
+RETURN = "return CausalLMOutputWithPast(loss=loss, logits=logits"
+
+
+def edited(made: registry.GeneratedModel, tmp_path: Path, old: str, new: str) -> registry.GeneratedModel:
+    """The model with another text in one place of its file."""
+    shutil.copytree(made.directory, tmp_path / "lattice_moe", ignore=shutil.ignore_patterns("__pycache__"))
+    file = tmp_path / "lattice_moe" / made.file.name
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
+    return with_source(tmp_path / "lattice_moe")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.sampled(3)
 def test_a_fault_in_the_generated_file_is_found(fault, made, tmp_path):
     old, new, told = FAULTS[fault]
-    shutil.copytree(made.directory, tmp_path / "lattice_moe", ignore=shutil.ignore_patterns("__pycache__"))
-    file = tmp_path / "lattice_moe" / made.file.name
-    text = file.read_text()
-    assert text.count(old) == 1
-    file.write_text(text.replace(old, new))
-    found = verdict.of(proof_of(with_source(tmp_path / "lattice_moe")))
+    found = verdict.of(proof_of(edited(made, tmp_path, old, new)))
     assert found.status == (verdict.EAGER_ONLY if fault in ONLY_IN_A_RUN else verdict.GENERATED), found.words
     assert told in found.reason
+
+
+@pytest.mark.parametrize(
+    ("new", "output"),
+    [
+        pytest.param(f"{RETURN}.float()", "logits", id="another dtype"),
+        pytest.param(
+            f"{RETURN}, attentions=(logits,) if logits.dtype == torch.bfloat16 else None",
+            "attentions.0",
+            id="one more",
+        ),
+    ],
+)
+def test_an_output_of_another_form_in_bf16_is_found_though_experts_were_stacked(new, output, made, tmp_path):
+    """Stacks round otherwise, so most differences in bf16 are compared with upstream's own error: that of a form is not."""
+    (failure,) = proof_of(edited(made, tmp_path, RETURN, new)).failures
+    assert failure.startswith(f"case bf16, variant base: output '{output}' differs: it exists on one side only")
 
 
 def test_weights_and_gradients_of_a_list_become_those_of_the_stack(made):

@@ -8,11 +8,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from patchgen.runtime import attention, registry
-from patchgen.runtime.verify.observe import observer
+from patchgen.runtime.verify import training_inputs as inputs
+from patchgen.runtime.verify.observe import observer, reads
 from patchgen.runtime.verify.observe.facts import LENGTH, STATE, VALUE, Fact, from_records, reason_against, to_records
+from patchgen.runtime.verify.observe.places import Source
 from patchgen.runtime.verify.small_config import small_config
 from patchgen.runtime.verify.training_checks import Comparison
 from patchgen.runtime.verify.training_path import prove_training_path, single_rank
@@ -45,12 +48,17 @@ def changed(tmp_path: Path, model: str, places: Mapping[str, str]) -> ModuleType
     return registry.read_model(folder).load()
 
 
-def observed(head: type[PreTrainedModel]) -> list[Fact]:
+def compared(head: type[PreTrainedModel]) -> Comparison:
     attention.register()
     config = small_config(head.config_class).config
     comparison = Comparison(head, head, config, media=False)
     comparison.choose(config, {})
     comparison.compared_attention = "patchgen_sdpa"
+    return comparison
+
+
+def observed(head: type[PreTrainedModel]) -> list[Fact]:
+    comparison = compared(head)
     with single_rank() as comparison.state:
         facts, _ = observer.facts_of(comparison)
     return list(observer.on_slices(comparison, facts))
@@ -132,6 +140,7 @@ def test_what_is_the_same_for_all_lengths_is_no_choice(tmp_path, code):
         f"if next((row for row in hidden_states.abs() if row.max() > 1000), None) is not None: {AGAIN}",
         f"if not any(row.any() for row in hidden_states[0]): {AGAIN}",
         f"calm = hidden_states.isfinite().all().tolist()\nif not calm: {AGAIN}",
+        f"is_large = bool(hidden_states.abs().max() > 1000)\nif is_large and len(hidden_states) == 1: {AGAIN}",  # only if packed
     ],
 )
 def test_modules_behind_a_value_that_small_data_never_reach_are_told_and_leave_one_rank(tmp_path, code):
@@ -154,6 +163,29 @@ def test_a_value_that_decides_no_module_is_told_and_leaves_all_layouts(tmp_path,
     facts = observed(planted(tmp_path, code))
     assert [(fact.kind, fact.code, fact.effect) for fact in facts] == [(VALUE, code, "")]
     assert not reason_against(facts, ranks=8, sp=8)
+
+
+@pytest.mark.parametrize(("layer", "has_effect"), [(1, True), (0, False)])
+def test_what_another_value_runs_before_it_is_refused_counts(tmp_path, layer, has_effect):
+    """The first layer is what every rank runs next: one that is refused after it has run nothing else."""
+    refused = f"if hidden_states.abs().max() > 1000:\n    {AGAIN.replace('[0]', f'[{layer}]')}\n    raise ValueError('too large')"
+    (fact,) = observed(planted(tmp_path, refused, in_model=True))
+    assert (fact.kind, "layers.1 first" in fact.effect) == (VALUE, has_effect) and bool(fact.effect) is has_effect
+
+
+def test_a_line_without_an_effect_is_tried_in_few_forwards(tmp_path):
+    comparison = compared(planted(tmp_path, "if hidden_states.abs().max() > 1000: hidden_states = hidden_states * 2"))
+    batch, forwards = inputs.trainer_inputs(comparison.plain), []
+
+    def forward() -> None:
+        forwards.append(comparison.forward(batch))
+
+    values = reads.Observed(Source(type(comparison.generated)), comparison.generated)
+    with single_rank() as comparison.state, torch.no_grad():
+        found = [values.in_run(forward) for _ in range(reads.MOST_TRIES + 2)]
+    assert [len(facts) for facts in found] == [1] * reads.MOST_TRIES + [0, 0]
+    answers = 2  # the other outcome once, and always
+    assert len(forwards) == len(found) + answers * reads.MOST_TRIES
 
 
 SEEN = "self.seen = getattr(self, 'seen', 0) + 1"
