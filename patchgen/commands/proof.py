@@ -64,7 +64,7 @@ def _refusals_of(subject: GeneratedModel) -> Generator[None, None, None]:
 
 def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
     """Whether each model is proven, once its proof is written."""
-    from patchgen.runtime.verify import report, two_ranks
+    from patchgen.runtime.verify import proof_table, report, two_ranks
     from patchgen.runtime.verify.verify_model import verify_model
 
     sources = records.current_key()
@@ -73,7 +73,7 @@ def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
     for subject in subjects:
         with _refusals_of(subject):
             proof = two_ranks.complete(verify_model(subject, head=head), subject)
-        report.print_proof(proof)
+        proof_table.print_proof(proof)
         report.write_proof(proof, subject.directory, made_with, made_on_ranks_with=made_on_ranks_with)
         yield proof.is_proven
 
