@@ -57,7 +57,9 @@ def kind_of(class_name: str) -> str | None:
         if any(class_name in ((names,) if isinstance(names, str) else names) for names in served):
             if kind == CONDITIONAL:
                 return kind if _is_encoder_decoder(class_name) else None
-            return None if kind == BASE and _is_language_model(class_name) else kind
+            if kind == BASE and _is_language_model(class_name):
+                return None
+            return CONDITIONAL if kind == BASE and _decodes_to_vocabulary(class_name) else kind
     return CONDITIONAL if _is_language_model(class_name) and _is_encoder_decoder(class_name) else None
 
 
@@ -67,6 +69,18 @@ def _is_encoder_decoder(class_name: str) -> bool:
 
     model_class = getattr(transformers, class_name, None)
     return model_class is not None and "decoder_input_ids" in inspect.signature(model_class.forward).parameters
+
+
+def _decodes_to_vocabulary(class_name: str) -> bool:
+    """Whether an encoder-decoder that AutoModel builds has a head over its vocabulary, and labels for it, all the same."""
+    import transformers
+
+    model_class = getattr(transformers, class_name, None)
+    if model_class is None:
+        return False
+    signature = inspect.signature(model_class.forward)
+    returns = str(signature.return_annotation)
+    return "Seq2SeqLMOutput" in returns and {"labels", "decoder_input_ids"} <= signature.parameters.keys()
 
 
 def _is_language_model(class_name: str) -> bool:
