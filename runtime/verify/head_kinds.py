@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,11 +114,11 @@ def num_labels(config: PreTrainedConfig) -> int:
     return config.num_labels
 
 
-def head_batch(kind: str, config: PreTrainedConfig, parameters: Mapping[str, Any], batch: Mapping[str, Any]) -> dict:
+def head_batch(kind: str, config: PreTrainedConfig, parameters: Collection[str], batch: Mapping[str, Any]) -> dict:
     """A text batch with the labels of a kind instead of language-model labels.
 
     Args:
-        parameters: of the head's forward.
+        parameters: the names of those of the head's forward.
         batch: `input_ids`, `labels` int64 `(B, S)`, and perhaps a mask.
     """
     out = {name: value for name, value in batch.items() if name != "labels"}
