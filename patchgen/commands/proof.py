@@ -65,7 +65,7 @@ def _refusals_of(subject: GeneratedModel) -> Generator[None, None, None]:
 
 def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
     """Whether each model is proven, once its proof is written."""
-    from patchgen.runtime.verify import report, two_ranks
+    from patchgen.runtime.verify import proof_table, report, two_ranks
     from patchgen.runtime.verify.ranks import CaseFailed
     from patchgen.runtime.verify.verify_model import verify_model
 
@@ -86,7 +86,7 @@ def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
             )
             yield False
             continue
-        report.print_proof(proof)
+        proof_table.print_proof(proof)
         report.write_proof(proof, subject.directory, made_with, made_on_ranks_with=made_on_ranks_with)
         yield proof.is_proven
 

@@ -29,7 +29,8 @@
 | `two_ranks.py` | a class on two ranks: FSDP2, shared experts, a shared sequence; `parallel_coverage.py` sweeps over types |
 | `media_ranks.py` | one model on gloo ranks (`ranks.py`) against upstream's on one (`reference_model.py`) |
 | `mutants.py` | verdicts on changed upstream sources, with `mutants_on_ranks.py` |
-| `report.py` | the table and `verify.json` |
+| `report.py` | `verify.json`: written, and read by a run |
+| `proof_table.py` | the table that `verify` prints; no proof depends on it |
 | `source_closure.py` | the code that a proof depends on, as a hash |
 | `source_keys.py` | what a recorded result depends on: these hashes, the generator's, and releases |
 | `record_types.py` | the types of what the records hold |

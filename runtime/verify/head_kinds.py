@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,7 +57,9 @@ def kind_of(class_name: str) -> str | None:
         if any(class_name in ((names,) if isinstance(names, str) else names) for names in served):
             if kind == CONDITIONAL:
                 return kind if _is_encoder_decoder(class_name) else None
-            return None if kind == BASE and _is_language_model(class_name) else kind
+            if kind == BASE and _is_language_model(class_name):
+                return None
+            return CONDITIONAL if kind == BASE and _decodes_to_vocabulary(class_name) else kind
     return CONDITIONAL if _is_language_model(class_name) and _is_encoder_decoder(class_name) else None
 
 
@@ -67,6 +69,18 @@ def _is_encoder_decoder(class_name: str) -> bool:
 
     model_class = getattr(transformers, class_name, None)
     return model_class is not None and "decoder_input_ids" in inspect.signature(model_class.forward).parameters
+
+
+def _decodes_to_vocabulary(class_name: str) -> bool:
+    """Whether an encoder-decoder that AutoModel builds has a head over its vocabulary, and labels for it, all the same."""
+    import transformers
+
+    model_class = getattr(transformers, class_name, None)
+    if model_class is None:
+        return False
+    signature = inspect.signature(model_class.forward)
+    returns = str(signature.return_annotation)
+    return "Seq2SeqLMOutput" in returns and {"labels", "decoder_input_ids"} <= signature.parameters.keys()
 
 
 def _is_language_model(class_name: str) -> bool:
@@ -100,11 +114,11 @@ def num_labels(config: PreTrainedConfig) -> int:
     return config.num_labels
 
 
-def head_batch(kind: str, config: PreTrainedConfig, parameters: Mapping[str, Any], batch: Mapping[str, Any]) -> dict:
+def head_batch(kind: str, config: PreTrainedConfig, parameters: Collection[str], batch: Mapping[str, Any]) -> dict:
     """A text batch with the labels of a kind instead of language-model labels.
 
     Args:
-        parameters: of the head's forward.
+        parameters: the names of those of the head's forward.
         batch: `input_ids`, `labels` int64 `(B, S)`, and perhaps a mask.
     """
     out = {name: value for name, value in batch.items() if name != "labels"}

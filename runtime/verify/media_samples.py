@@ -17,6 +17,7 @@ import torch
 
 from patchgen.runtime import media_sizes
 from patchgen.runtime.failures import reraise_machine_failure
+from patchgen.runtime.verify import head_kinds
 from patchgen.runtime.verify.inputs import IGNORED, Case, drawable_ids
 from patchgen.runtime.verify.media import (
     AUDIO,
@@ -70,14 +71,17 @@ class Sample:
 class SampleBuilder:
     """Makes samples and batches for one model.
 
+    Args:
+        kind: the kind of head whose labels the batches get (`head_kinds`); None: a label per token, as of a language model.
+
     Attributes:
         layouts: how each modality that upstream takes is written in the text.
         refused: why upstream does not take the others.
         not_implemented: the modalities for which upstream raises NotImplementedError.
     """
 
-    def __init__(self, model: PreTrainedModel, *, seed: int = 0) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel, *, seed: int = 0, kind: str | None = None) -> None:
+        self.model, self.kind = model, kind
         self.config = model.config
         self.forward_parameters = set(inspect.signature(type(model).forward).parameters)
         self.generator = torch.Generator().manual_seed(seed)
@@ -232,14 +236,18 @@ class SampleBuilder:
             batch["image_attention_mask"] = torch.ones(mask_shape, dtype=torch.long)
         if any(item.is_part for sample in samples for item in sample.items):
             batch["use_audio_in_video"] = True
+        if self.kind is not None:
+            batch = head_kinds.head_batch(self.kind, self.config, self.forward_parameters, batch)
         return Case(name, {key: value for key, value in batch.items() if key in self.forward_parameters})
 
     def packed(self, batch: Mapping[str, Any], samples: Sequence[Sample]) -> Case | None:
-        """The samples of a batch in one row; None without multimodal positions, or with videos and their audio."""
+        """The samples of a batch in one row; None without multimodal positions, without a label per token, or with videos
+        and their audio."""
         source: Any = next(
             (m for m in (self.model, *self.model.children()) if hasattr(m, "compute_3d_position_ids")), None
         )
-        if source is None or batch.get("use_audio_in_video"):
+        has_token_labels = "labels" in batch and batch["labels"].shape == batch["input_ids"].shape
+        if source is None or not has_token_labels or batch.get("use_audio_in_video"):
             return None
         embeds = self.model.get_input_embeddings()(batch["input_ids"])
         arguments = {"audio_feature_lengths": _lengths(batch), **batch, "inputs_embeds": embeds}

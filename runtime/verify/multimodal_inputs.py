@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from patchgen.runtime.failures import reraise_machine_failure
+from patchgen.runtime.verify import head_kinds
 from patchgen.runtime.verify.inputs import Case
 from patchgen.runtime.verify.media import REFUSALS, MediaMaker
 from patchgen.runtime.verify.media_samples import Sample, SampleBuilder, one_line_refusal
@@ -59,7 +60,7 @@ def media_cases(model: PreTrainedModel, *, seed: int = 0) -> MediaCases:
         and `mm_token_type_ids` or `token_type_ids` if the forward takes them. An input that upstream itself refuses is
         in `refused` with upstream's reason.
     """
-    builder = SampleBuilder(model, seed=seed)
+    builder = SampleBuilder(model, seed=seed, kind=head_kinds.kind_of(type(model).__name__))
     cases: list[Case] = []
     refused = dict(builder.refused)
     accepted: tuple[Sample, ...] = ()

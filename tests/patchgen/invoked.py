@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from patchgen.cli import app
 from patchgen.runtime.verify import records
+from patchgen.runtime.verify.layout import TWO_RANKS
 
 
 def invoke(*arguments: str) -> Result:
@@ -20,11 +21,23 @@ def invoke(*arguments: str) -> Result:
     return result
 
 
-def record_proof(folder: Path) -> None:
-    """Records that the model in a folder is proven, as it stands there: proving it takes a minute, and other tests do."""
-    key, digest = (
-        records.current_key(),
-        hashlib.sha256((folder / f"modeling_{folder.name}.py").read_bytes()).hexdigest(),
-    )
-    proof = {"status": "proven", "sha256": digest, "made_with": records.made_with(key["prover"], key)}
+def record_proof(folder: Path, **releases: str) -> None:
+    """Records that the model in a folder is proven, in one process and on two ranks, as it stands there: proving it takes
+    minutes, and other tests do.
+
+    Args:
+        releases: those that it was proven with, instead of the installed ones.
+    """
+    key = records.current_key() | releases
+    digest = hashlib.sha256((folder / f"modeling_{folder.name}.py").read_bytes()).hexdigest()
+    agrees = {"difference": "0", "reason": "", "applies": True}
+    proof = {
+        "status": "proven",
+        "sha256": digest,
+        "made_with": records.made_with(key["prover"], key),
+        "two_ranks": {
+            "layouts": dict.fromkeys(TWO_RANKS, agrees),
+            "made_with": records.made_with(key["rank_prover"], key),
+        },
+    }
     (folder / "verify.json").write_text(json.dumps(proof))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -18,7 +17,7 @@ from patchgen.cli import app
 from patchgen.errors import ConfigError, PassMismatch
 from patchgen.passes import PASSES, all_passes, pass_named
 from patchgen.runtime import project
-from patchgen.runtime.verify import records, source_keys
+from patchgen.runtime.verify import source_keys
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "add_model.md").read_text(encoding="utf-8")
@@ -153,10 +152,7 @@ def test_the_edit_and_the_pass_of_the_page_from_start_to_end(place):
 def test_proofs_hold_where_torch_is_not_installed(place, monkeypatch):
     """A workflow that only checks installs no torch; the release that a proof was made with is then not at issue."""
     run("generate", MODEL)
-    folder, key = place / "generated" / MODEL, records.current_key() | {"torch": "2.13.0"}
-    digest = hashlib.sha256((folder / f"modeling_{MODEL}.py").read_bytes()).hexdigest()
-    proof = {"status": "proven", "sha256": digest, "made_with": records.made_with(key["prover"], key)}
-    (folder / "verify.json").write_text(json.dumps(proof))
+    record_proof(place / "generated" / MODEL, torch="2.13.0")
     here = source_keys.versions()
     for torch, code in (("2.13.0", 0), ("", 0), ("2.12.0", 1)):
         monkeypatch.setattr(source_keys, "versions", lambda torch=torch: here | {"torch": torch})

@@ -11,6 +11,7 @@ Reads of the runtime's own functions do not count: ranks agree on them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import warnings
 from collections import Counter
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel import fp32_parameters, sharding
+from patchgen.runtime.verify.kept_state import state_kept
 from patchgen.runtime.verify.observe import lines
 from patchgen.runtime.verify.observe.facts import VALUE, Fact
 from patchgen.runtime.verify.observe.places import Source, is_of_runtime
@@ -66,6 +68,10 @@ class Reads:
         self.values: dict[int, Any] = {}
         self._answered = 0
         self.reads = 0
+
+    def again(self) -> Reads:
+        """The same answers from the first read on."""
+        return Reads(self.source, self.other, self.answer, self.times)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -257,12 +263,13 @@ class Observed:
         """Line -> what was read there, and the kind of its value -> the forwards in which it was answered otherwise."""
         self._with_effect: set[int] = set()
 
-    def in_run(self, run: Callable[[], object]) -> list[Fact]:
-        """The facts of `run`, a forward, about lines that are tried in it: those that showed no effect yet."""
+    def in_run(self, run: Callable[[], Tensor]) -> list[Fact]:
+        """The facts of `run`, the loss of a forward, about lines that are tried in it: those that showed no effect yet."""
         reads = Reads(self.source)
         with lines.executed(self.source.file) as executed:
             usual = self._calls(run, reads)
         self.executed_lines |= executed
+        following = functools.cache(lambda: self._following(run, Reads(self.source)))
         facts = []
         for line, what in sorted(reads.found.items()):
             first = reads.values.get(line)
@@ -271,7 +278,7 @@ class Observed:
             answers = [(answer, 1) for answer in other_answers(what, first)]
             if isinstance(first, bool):
                 answers.append((lambda _, other=not first: other, MANY))  # `any(row.any() for row in x)`
-            effects = (self._effect(run, Reads(self.source, line, *answer), usual) for answer in answers)
+            effects = (self._effect(run, Reads(self.source, line, *answer), usual, following) for answer in answers)
             effect = next(filter(None, effects), "")
             if effect:
                 self._with_effect.add(line)
@@ -291,11 +298,26 @@ class Observed:
             run()
         return sequence
 
-    def _effect(self, run: Callable[[], object], reads: Reads, usual: list[str]) -> str:
-        """What else runs with another value; empty if nothing does. An error ends the calls early, which is no effect: a rank
-        that stops makes none wait. What ran before it counts."""
+    def _following(self, run: Callable[[], Tensor], reads: Reads) -> Tensor | None:
+        """The loss of a forward that follows one with these answers; None if there is none. The model stays as it was."""
+        with state_kept(self.model):
+            try:
+                with reads.watching():
+                    run()
+                return run()
+            except Exception as error:
+                reraise_machine_failure(error)
+                return None
+
+    def _effect(
+        self, run: Callable[[], Tensor], reads: Reads, usual: list[str], following: Callable[[], Tensor | None]
+    ) -> str:
+        """What else runs with another value, or in the forward after it; empty if nothing does.
+
+        An error ends the calls early, which is no effect: a rank that stops makes none wait. What ran before it counts.
+        """
         is_refused = False
-        with called(self.model, self.source) as other, reads.watching():
+        with state_kept(self.model), called(self.model, self.source) as other, reads.watching():
             try:
                 run()
             except Exception as error:
@@ -306,7 +328,11 @@ class Observed:
         longer = other if is_refused else max(usual, other, key=len)
         beyond = longer[min(len(usual), len(other)) :]
         if differing is None and not beyond:
-            return ""
+            after, usually = self._following(run, reads.again()), following()
+            is_same = after is None or usually is None or torch.equal(after, usually)
+            return (
+                "" if is_same else "on another value a step keeps what the next one reads, and each rank keeps its own"
+            )
         name = differing or beyond[0]
         return f"on another value other modules run, {name} first, and ranks whose data differ wait for each other"
 

@@ -197,6 +197,20 @@ def test_placeholders_are_as_many_as_features_and_carry_no_label() -> None:
     assert (mixed["attention_mask"].sum(-1) < mixed["input_ids"].shape[1]).any()
 
 
+def test_the_labels_are_those_of_the_head_that_takes_them() -> None:
+    """A class per row and a class per token; a model without a head takes the same images."""
+    found = {}
+    for head in ("ForSequenceClassification", "ForTokenClassification", "Model"):
+        _, media = upstream(f"ModernVBert{head}")
+        assert [case.name for case in media.cases] == ["images"] and not media.missing, media.refused
+        found[head] = media.cases[0].batch
+    rows, tokens, base = found.values()
+    assert rows["labels"].shape == rows["input_ids"].shape[:1]
+    assert tokens["labels"].shape == tokens["input_ids"].shape
+    assert (tokens["labels"] != IGNORED).any() and tokens["labels"].max() < 2
+    assert "labels" not in base and base["pixel_values"].shape == rows["pixel_values"].shape
+
+
 def test_frames_stand_apart_where_upstream_wants_them_to() -> None:
     """Upstream decides: Qwen3-VL counts positions frame by frame, Qwen2.5-VL clip by clip."""
     per_frame = {

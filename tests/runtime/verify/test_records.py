@@ -58,6 +58,14 @@ def test_a_key_stays_where_unrelated_code_moves(sources: Path):
         assert changed(sources, file, CODE) == [False, False, False], file
 
 
+def test_how_a_proof_is_printed_is_no_part_of_a_key(sources: Path):
+    assert changed(sources, "runtime/verify/proof_table.py", CODE) == [False, False, False]
+    for entries in (source_closure.PROVER, source_closure.RANK_PROVER):
+        reached = source_closure.closure(entries, source_closure.RUNTIME)
+        assert "patchgen.runtime.verify.verdict" in reached
+        assert "patchgen.runtime.verify.proof_table" not in reached
+
+
 def test_the_config_of_another_model_changes_no_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     from patchgen import model_configs, upstream
 

@@ -10,7 +10,8 @@ from stand_in import write_stand_in
 
 from patchgen.runtime.verify.inputs import OTHER_CALLER
 from patchgen.runtime.verify.proof import BF16, LARGE_WEIGHTS
-from patchgen.runtime.verify.report import print_proof, proof_record, write_proof
+from patchgen.runtime.verify.proof_table import print_proof
+from patchgen.runtime.verify.report import proof_record, write_proof
 from patchgen.runtime.verify.verify_model import verify_model
 
 MADE_WITH = {"prover": "these sources", "transformers": transformers.__version__, "torch": "of this machine"}

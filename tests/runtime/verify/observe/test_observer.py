@@ -177,15 +177,26 @@ def test_a_line_without_an_effect_is_tried_in_few_forwards(tmp_path):
     comparison = compared(planted(tmp_path, "if hidden_states.abs().max() > 1000: hidden_states = hidden_states * 2"))
     batch, forwards = inputs.trainer_inputs(comparison.plain), []
 
-    def forward() -> None:
+    def forward() -> torch.Tensor:
         forwards.append(comparison.forward(batch))
+        return forwards[-1]
 
     values = reads.Observed(Source(type(comparison.generated)), comparison.generated)
     with single_rank() as comparison.state, torch.no_grad():
         found = [values.in_run(forward) for _ in range(reads.MOST_TRIES + 2)]
     assert [len(facts) for facts in found] == [1] * reads.MOST_TRIES + [0, 0]
-    answers = 2  # the other outcome once, and always
-    assert len(forwards) == len(found) + answers * reads.MOST_TRIES
+    answers, following = 2, 2  # the other outcome once, and always; the same again, and what follows it
+    assert len(forwards) == len(found) + (answers * (1 + following) + following) * reads.MOST_TRIES
+
+
+@pytest.mark.parametrize(
+    ("read", "has_effect"), [("hidden_states = hidden_states * getattr(self, 'scale', 1.0)", True), ("pass", False)]
+)
+def test_what_another_value_would_keep_for_the_next_step_leaves_one_rank(tmp_path, read, has_effect):
+    keeps = "if hidden_states.abs().max() > 1000: self.scale = 2.0"
+    facts = observed(planted(tmp_path, f"{read}\n{keeps}"))
+    assert [(fact.kind, fact.code, bool(fact.effect)) for fact in facts] == [(VALUE, keeps, has_effect)]
+    assert bool(reason_against(facts, ranks=2, sp=1)) is has_effect
 
 
 SEEN = "self.seen = getattr(self, 'seen', 0) + 1"
