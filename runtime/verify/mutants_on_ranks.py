@@ -64,8 +64,9 @@ if TYPE_CHECKING:
 TOLERANCE = mutants.TOLERANCE
 SECONDS, MORE_SECONDS = 120.0, 300.0
 """Within which ranks must have a verdict; the latter if they have waited for each other."""
-PLAIN, PADDED, BOUNDARY = "plain", "text", "boundary"
-"""Names of `ReferenceModel.batches`; the samples of "text" have several lengths, so that all but one are padded."""
+PLAIN, PADDED, BOUNDARY, SOUNDS = "plain", "text", "boundary", "audio"
+"""Names of `ReferenceModel.batches`; the samples of "text" have several lengths, so that all but one are padded. Those of
+"boundary" have items of the first modality only, an image where the model takes any; ranks share the chunks of sounds, too."""
 RUNTIME = Path(parallel.__file__).parents[1].as_posix()
 
 
@@ -164,7 +165,7 @@ def compare(subject: Subject, layouts: Sequence[Layout] = LAYOUTS) -> mutants.Ve
             if layout.sp > 1 and reference.separates:
                 left_out[layout.name] = model_calls.no_slices(subject.head, layout.sp)
                 continue
-            cases += [case for case in (PADDED, BOUNDARY) if layout.sp > 1 and case in reference.batches()]
+            cases += [case for case in (PADDED, BOUNDARY, SOUNDS) if layout.sp > 1 and case in reference.batches()]
             for case in cases:
                 layout_verdict = _compare_layout(reference, layout, case, takes_packed=takes_packed)
                 if layout_verdict.kind in (mutants.WRONG, mutants.REFUSED):

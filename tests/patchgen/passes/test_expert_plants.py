@@ -145,4 +145,11 @@ SOUND = "        padded_embed = torch.cat(padded_embeds, dim=0)\n"
 def test_chunks_of_sound_that_are_mixed_are_told(two_ranks):
     edit = (SOUND, f"{SOUND}        padded_embed = padded_embed - padded_embed.mean(0)\n")
     found = judged(changed("", "qwen3_omni_moe", "", edit), pool=two_ranks)
-    assert found.kind == TOLD, found
+    assert found.kind == TOLD and found.by == told.TWO_RANKS, found
+
+
+@pytest.mark.slow  # two ranks, sounds
+def test_chunks_of_sound_that_are_each_changed_alone_agree_on_ranks(two_ranks):
+    edit = (SOUND, f"{SOUND}        padded_embed = padded_embed - padded_embed.mean((1, 2, 3), keepdim=True)\n")
+    found = judged(changed("", "qwen3_omni_moe", "", edit), pool=two_ranks)
+    assert found.kind == EQUAL and "2 ranks, sp 2, whole parameters, audio" in found.compared, found
