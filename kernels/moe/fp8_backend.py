@@ -5,7 +5,7 @@
                both factors of each weight gradient transposed, two products over rows
 
 Weights, their gradients, the router's gradient and all sums over slots are as in the `triton` backend. Weights are quantised
-in each forward, and in each backward in the other orientation. Saved for the backward, besides the inputs and the routing:
+in each forward, and in each backward in the other orientation, unless their owner keeps both (`fp8_kept`). Saved for the backward, besides the inputs and the routing:
 the first projection and the scales of the tokens. The same inputs give the same bits.
 
     T tokens   H hidden size   E experts   I expert intermediate size   K experts per token   P padded rows
@@ -17,17 +17,11 @@ import torch
 from torch import Tensor
 
 from patchgen.kernels.elementwise.activations import Activation
-from patchgen.kernels.moe import early_gradients
+from patchgen.kernels.moe import early_gradients, fp8_kept
 from patchgen.kernels.moe.combine import combine, router_gradient
 from patchgen.kernels.moe.fp8_gate import fp8_gate, fp8_gate_backward
 from patchgen.kernels.moe.fp8_product import fp8_product, fp8_weight_gradient
-from patchgen.kernels.moe.fp8_values import (
-    quantise_tokens,
-    quantise_transposed,
-    quantise_weight,
-    transpose_rows,
-    transpose_tokens,
-)
+from patchgen.kernels.moe.fp8_values import quantise_tokens, transpose_rows, transpose_tokens
 from patchgen.kernels.moe.options import MoeOptions
 from patchgen.kernels.moe.plan import Plan, empty_plan, make_plan
 from patchgen.kernels.moe.triton_backend import unsupported as unsupported_by_triton
@@ -124,14 +118,14 @@ def _moe_fp8_forward(
     top_k, dtype = top_k_index.shape[1], hidden_states.dtype
     plan = make_plan(top_k_index, down_proj.shape[0], max_rows)
     tokens, scales = quantise_tokens(hidden_states, plan, top_k)
-    gate_up = quantise_weight(gate_up_proj)
+    gate_up = fp8_kept.rows_of(gate_up_proj)
     projected = fp8_product(tokens, gate_up, plan, dtype)
     gate_up_scales = gate_up.scales
     del tokens, gate_up
     gated = fp8_gate(projected, plan, activation)
     kept = projected if keep else projected.new_empty(0, projected.shape[1])
     del projected
-    down = quantise_weight(down_proj)
+    down = fp8_kept.rows_of(down_proj)
     rows = fp8_product(gated, down, plan, dtype)
     of_plan = (plan.padded_of_slot, plan.slot_of_padded, plan.row_start, plan.tile_start, plan.tiles)
     others = (scales, gate_up_scales, down.scales, *of_plan)
@@ -188,14 +182,14 @@ def _moe_fp8_backward(
     grad_x, grad_weights, grad_gate_up, grad_down = (hidden_states.new_empty(0) for _ in needed)
 
     grads, grad_scales = quantise_tokens(grad_out, plan, top_k)
-    grad_gated = fp8_product(grads, quantise_transposed(down_proj, down_scales), plan, dtype)
+    grad_gated = fp8_product(grads, fp8_kept.transposed_of(down_proj, down_scales), plan, dtype)
     del grads
     grad_kept, weighted, partial = fp8_gate_backward(grad_gated, kept, top_k_weights, plan, activation)
     del grad_gated
     if need_weights:
         grad_weights = router_gradient(partial, plan, top_k, top_k_weights.dtype, None, None, None)
     if need_x:
-        rows = fp8_product(grad_kept, quantise_transposed(gate_up_proj, gate_up_scales), plan, dtype)
+        rows = fp8_product(grad_kept, fp8_kept.transposed_of(gate_up_proj, gate_up_scales), plan, dtype)
         grad_x = combine(rows, None, plan, top_k)
         del rows
     tokens_first = need_x and need_weights and early_gradients.is_awaited()

@@ -55,9 +55,10 @@ def dequantised(rows: Tensor) -> Tensor:
 
 
 def _of_expert(weight: Tensor) -> Tensor:
-    """With one scale for all of it."""
-    scale = quantise(weight)[1].amax()
-    return rounded(weight.float() / scale) * scale
+    """Its rows with one scale for all of them: values far below the largest are rounded twice."""
+    values, scales = quantise(weight)
+    largest = scales.amax()
+    return rounded(values * (scales / largest)[:, None]) * largest
 
 
 class _Expert(torch.autograd.Function):

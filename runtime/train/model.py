@@ -22,7 +22,7 @@ from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.checkpoint.load import CheckpointMatch
 from patchgen.runtime.objectives import choose, encoder_decoder
 from patchgen.runtime.objectives.heads import TaskHead, UnknownHeadError, head_over
-from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
+from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding, undivided
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.parts import part_files
 from patchgen.runtime.train import architecture, attention_choice, lora_targets, optimizers, overrides, resize_vocab
@@ -334,11 +334,23 @@ def sharding_options(section: ParallelSection, device: torch.device) -> sharding
     )
 
 
+def kept_fp8_forms(recipe: Recipe, layout: ParallelConfig) -> int:
+    """How many forms of the experts' weights stay in FP8 within a step, of one byte per element: where they are used again."""
+    is_held_whole = layout.ep_shard == 1 and layout.dp_replicate == 1
+    if recipe.kernels.fused_moe != "fp8" or not is_held_whole or recipe.train.cuda_graph:
+        return 0
+    if recipe.train.batches_per_step > layout.num_batches:
+        return 2
+    return int(recipe.parallel.activation_checkpointing != "none")
+
+
 def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> ShardedModel:
     """The model of a recipe, sharded over the ranks, with its weights (collective)."""
     model = build_on_meta(recipe)
     checkpointing.apply(model, recipe.parallel.activation_checkpointing)
     sharding.shard_model(model, state, options=sharding_options(recipe.parallel, device))
+    if kept := kept_fp8_forms(recipe, state.config):
+        undivided.keep_fp8(model, transposed=kept > 1)
     sharding.materialise(model, device)
     folder = weights_folder(recipe.model)
     if folder is None:

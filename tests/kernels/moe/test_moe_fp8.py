@@ -21,6 +21,7 @@ from patchgen.kernels.moe.fp8_values import (
     quantise_tokens,
     quantise_transposed,
     quantise_weight,
+    transpose_quantised,
     transpose_rows,
     transpose_tokens,
 )
@@ -138,8 +139,11 @@ def test_weights_are_quantised_by_row_and_transposed_by_expert(shape):
     transposed = quantise_transposed(weight, found.scales)
     largest = scales.amax(1)
     assert torch.equal(transposed.scales, largest[:, None].expand(-1, shape[2]))
-    expected = fp8_reference.rounded(weight.float() / largest[:, None, None])
+    expected = fp8_reference.rounded(values * (scales / largest[:, None])[..., None])
     assert torch.equal(transposed.values.float(), expected.transpose(1, 2))
+    again = transpose_quantised(found)
+    assert torch.equal(again.values.view(torch.uint8), transposed.values.view(torch.uint8))
+    assert torch.equal(again.scales, transposed.scales)
 
 
 def test_factors_of_weight_gradients_lose_no_digit_by_their_common_scale():
