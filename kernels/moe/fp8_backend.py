@@ -5,8 +5,9 @@
                both factors of each weight gradient transposed, two products over rows
 
 Weights, their gradients, the router's gradient and all sums over slots are as in the `triton` backend. Weights are quantised
-in each forward, and in each backward in the other orientation, unless their owner keeps both (`fp8_kept`). Saved for the backward, besides the inputs and the routing:
-the first projection and the scales of the tokens. The same inputs give the same bits.
+in each forward, and in each backward in the other orientation, unless their owner keeps both (`fp8_kept`). Saved for the
+backward, besides the inputs and the routing: the first projection and the scales of the tokens. The same inputs give the
+same bits.
 
     T tokens   H hidden size   E experts   I expert intermediate size   K experts per token   P padded rows
 """

@@ -1,12 +1,13 @@
-"""FP8 forms of weights that stay until the weight is written: micro-batches and layers that are computed again share them.
+"""FP8 forms of weights that stay until the weight is written: by its optimizer, in the same pass, or made when first asked for.
 
     forms = fp8_kept.keep(tensor, transposed=True)      # by whoever owns the memory of the weight
     ...                                                 # the experts find them by the weight's address
     forms.forget()                                      # before the memory is written
+    rows = forms.to_write(shape); ...; forms.mark_written()         # by an optimizer that writes both
 
-A step of M micro-batches quantises a weight twice in each, and once more in each layer that is computed again. What
-is kept costs one byte per element and form. While a CUDA graph is captured nothing is kept or found: a replay would not
-see that the weight has changed.
+Without them a step of M micro-batches quantises a weight twice in each, and once more in each layer that is computed again.
+What is kept costs one byte per element and form. A CUDA graph may read what an optimizer writes between its replays; what a
+call would keep for the next one is neither kept nor found while a graph is captured, for replays would not see a change.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import weakref
 import torch
 from torch import Tensor
 
-from patchgen.kernels.moe.fp8_values import Quantised, quantise_transposed, quantise_weight, transpose_quantised
+from patchgen.kernels.moe.fp8_values import DTYPE, Quantised, quantise_transposed, quantise_weight, transpose_quantised
 
 
 class KeptForms:
-    """The forms of one weight, made when they are first asked for.
+    """The forms of one weight.
 
     Attributes:
         tensor: the weight's memory, which lives as long as this.
@@ -29,31 +30,62 @@ class KeptForms:
 
     def __init__(self, tensor: Tensor, *, keeps_transposed: bool) -> None:
         self.tensor, self.keeps_transposed = tensor, keeps_transposed
-        self._version: int | None = None
+        self._is_used = False
+        self._version: int | None = None  # of the weight that the forms are of
         self._rows: Quantised | None = None
         self._transposed: Quantised | None = None
+        self._written: Quantised | None = None  # where the optimizer writes, always the same memory
 
     def forget(self) -> None:
-        """To be called before the weight is written, and where its forms are not needed for long."""
+        """To be called before the weight is written."""
         self._version = self._rows = self._transposed = None
+
+    def to_write(self, shape: torch.Size) -> Quantised | None:
+        """Where an optimizer writes the rows of a weight of this shape; None as long as no experts have asked for them."""
+        self.forget()
+        if not self._is_used:
+            return None
+        if self._written is None:
+            values = torch.empty(shape, dtype=DTYPE, device=self.tensor.device)
+            self._written = Quantised(values, torch.empty(shape[:-1], dtype=torch.float32, device=values.device))
+        self._rows = self._written
+        return self._rows
+
+    def mark_written(self) -> None:
+        """Records that the rows, if an optimizer has written them, are those of the tensor as it is."""
+        self._version = self.tensor._version
 
     def rows(self, weight: Tensor) -> Quantised:
         """As `quantise_weight`."""
-        if self._rows is None or self._version != weight._version:
+        self._is_used = True
+        if self._rows is not None and self._version == weight._version:
+            if self._rows is self._written or not _is_capturing(weight):
+                return self._rows
+        elif not _is_capturing(weight):
             self.forget()
             self._rows, self._version = quantise_weight(weight), weight._version
-        return self._rows
+            return self._rows
+        return quantise_weight(weight)
 
     def transposed(self, weight: Tensor, row_scales: Tensor) -> Quantised:
-        """As `quantise_transposed`, from the kept rows, which are half the bytes of the weight."""
-        if self._rows is None or self._version != weight._version:
+        """As `quantise_transposed`, from the rows, which are half the bytes of the weight."""
+        is_capturing = _is_capturing(weight)
+        if (
+            self._rows is None
+            or self._version != weight._version
+            or (is_capturing and self._rows is not self._written)
+        ):
             return quantise_transposed(weight, row_scales)
-        if self._transposed is not None:
+        if self._transposed is not None and not is_capturing:
             return self._transposed
         made = transpose_quantised(self._rows)
-        if self.keeps_transposed:
+        if self.keeps_transposed and not is_capturing:
             self._transposed = made
         return made
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 _by_address: weakref.WeakValueDictionary[int, KeptForms] = weakref.WeakValueDictionary()
@@ -85,7 +117,5 @@ def transposed_of(weight: Tensor, row_scales: Tensor) -> Quantised:
 def _forms_of(weight: Tensor) -> KeptForms | None:
     forms = _by_address.get(weight.data_ptr())
     if forms is None or forms.tensor.numel() != weight.numel() or not weight.is_contiguous() or weight.is_inference():
-        return None
-    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     return forms

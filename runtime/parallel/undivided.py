@@ -78,8 +78,10 @@ class ComputeCopy:
             self.forms.forget()
 
     def mark_written(self, parameter: nn.Parameter) -> None:
-        """Records that the tensor equals the parameter."""
+        """Records that the tensor equals the parameter, and so does what was to be written of it in FP8."""
         self.written = _identity(parameter)
+        if self.forms is not None:
+            self.forms.mark_written()
 
 
 def _identity(parameter: nn.Parameter) -> tuple[int, ...]:

@@ -335,13 +335,12 @@ def sharding_options(section: ParallelSection, device: torch.device) -> sharding
 
 
 def kept_fp8_forms(recipe: Recipe, layout: ParallelConfig) -> int:
-    """How many forms of the experts' weights stay in FP8 within a step, of one byte per element: where they are used again."""
+    """How many forms of the experts' weights stay in FP8, of one byte per element: rows, which AdamW writes; with several
+    micro-batches what their backwards read, too. None where ranks gather the weights anew for each layer."""
     is_held_whole = layout.ep_shard == 1 and layout.dp_replicate == 1
-    if recipe.kernels.fused_moe != "fp8" or not is_held_whole or recipe.train.cuda_graph:
+    if recipe.kernels.fused_moe != "fp8" or not is_held_whole:
         return 0
-    if recipe.train.batches_per_step > layout.num_batches:
-        return 2
-    return int(recipe.parallel.activation_checkpointing != "none")
+    return 2 if recipe.train.batches_per_step > layout.num_batches else 1
 
 
 def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> ShardedModel:
