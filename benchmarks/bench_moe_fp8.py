@@ -4,9 +4,9 @@
 
 Options: `triton` is bf16; `fp8` quantises its weights in each forward and backward; `fp8, rows before` finds the rows that
 AdamW has written, as a training run with one micro-batch per step does, and transposes them; `fp8, weights before` finds both
-orientations, as all micro-batches of a step but the first. All in one process, in turns, on a busy GPU (`bench_moe.Timed`); errors against
-fp32, expert by expert, at `--check-tokens`. Then what the weights of a layer cost outside of it: AdamW with and without rows, and each
-form. Appends to results_moe_fp8.csv.
+orientations, as all micro-batches of a step but the first. All in one process, in turns, on a busy GPU (`bench_moe.Timed`);
+errors against fp32, expert by expert, at `--check-tokens`. Then what the weights of a layer cost outside of it: AdamW with and
+without rows, and each form. Appends to results_moe_fp8.csv.
 """
 
 from __future__ import annotations
