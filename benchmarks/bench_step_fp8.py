@@ -49,7 +49,7 @@ class Case:
 
     def __init__(self, setting: Setting, state: ParallelState, experts: str, mode: str, micro_batches: int) -> None:
         self.setting, self.state, self.experts, self.micro_batches = setting, state, experts, micro_batches
-        self.model = bench_train.ours(setting, state, mode)
+        self.model = bench_train.ours(setting, state, mode)  # no seam is chosen yet, so it keeps nothing
         if experts == KEPT:
             undivided.keep_fp8(self.model, transposed=micro_batches > 1)
         bench_train.fill(self.model, setting.device)

@@ -23,7 +23,7 @@ from torch import Tensor
 from patchgen.kernels.moe.fp8_values import Quantised, scale_of
 
 _BLOCK, _WARPS = 1024, 4
-_VALUES_PER_WARP = 512
+_VALUES_PER_WARP = 256
 """Of a long row, which one program holds whole."""
 
 
@@ -123,10 +123,10 @@ def _adamw(
     v = tl.load(exp_avg_sq + offset, mask=in_bounds, other=0.0).to(tl.float32)
     if factor is not None:
         g = g * tl.load(factor).to(tl.float32)
-    p = p * decay_factor
-    m = beta1 * m + one_minus_beta1 * g
-    v = beta2 * v + one_minus_beta2 * g * g
-    p = p - step_size * m / (tl.sqrt_rn(v) / sqrt_bias_correction2 + eps)
+    # Written as fused sums, which the compiler would else choose in one way with rows and in another without.
+    m = tl.fma(g, one_minus_beta1, m * beta1)
+    v = tl.fma(one_minus_beta2 * g, g, v * beta2)
+    p = tl.fma(p, decay_factor, -(step_size * m / (tl.sqrt_rn(v) / sqrt_bias_correction2 + eps)))
     tl.store(parameter + offset, p.to(parameter.dtype.element_ty), mask=in_bounds)
     tl.store(exp_avg + offset, m.to(exp_avg.dtype.element_ty), mask=in_bounds)
     tl.store(exp_avg_sq + offset, v.to(exp_avg_sq.dtype.element_ty), mask=in_bounds)
