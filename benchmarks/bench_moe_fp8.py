@@ -4,9 +4,9 @@
 
 Options: `triton` is bf16; `fp8` quantises its weights in each forward and backward; `fp8, rows before` finds the rows that
 AdamW has written, as a training run with one micro-batch per step does, and transposes them; `fp8, weights before` finds both
-orientations, as all micro-batches of a step but the first. All in one process, in turns, on a busy GPU (`bench_moe.Timed`);
-errors against fp32, expert by expert, at `--check-tokens`. Then what the weights of a layer cost outside of it: AdamW with and
-without rows, and each form. Appends to results_moe_fp8.csv.
+orientations, as all micro-batches of a step but the first; `fp8_wide_gradients` computes weight gradients in bf16. All in one
+process, in turns, on a busy GPU (`bench_moe.Timed`); errors against fp32, expert by expert, at `--check-tokens`. Then what
+the weights of a layer cost outside of it: AdamW with and without rows, and each form. Appends to results_moe_fp8.csv.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ RESULTS = Path(__file__).with_name("results_moe_fp8.csv")
 COLUMNS = ("date", "versions", "commit", "shape", "tokens", "routing", "what", "ms", "calls", "forward_ms", "of_bf16",
            "saved_mib", "peak_mib", "errors")  # fmt: skip
 OUTPUTS = ("out", "x", "weights", "gate_up", "down")
+WIDE = "fp8_wide_gradients, rows before"
 ROWS_BEFORE, WEIGHTS_BEFORE = "fp8, rows before", "fp8, weights before"
 
 
@@ -53,6 +54,7 @@ def options() -> dict[str, Callable[[Problem], Tensor]]:
         "fp8": _fp8,
         ROWS_BEFORE: functools.partial(_kept, False),
         WEIGHTS_BEFORE: functools.partial(_kept, True),
+        WIDE: functools.partial(_kept, False, backend="fp8_wide_gradients"),
     }
 
 
@@ -65,13 +67,13 @@ def _fp8(problem: Problem) -> Tensor:
     return ours("fp8", problem)
 
 
-def _kept(transposed: bool, problem: Problem) -> Tensor:
+def _kept(transposed: bool, problem: Problem, backend: str = "fp8") -> Tensor:
     """`fp8` that finds what a call before it has kept."""
     weights = problem.gate_up, problem.down
     is_known = [forms.tensor.data_ptr() for forms in _forms] == [weight.data_ptr() for weight in weights]
     if not is_known or _forms[0].keeps_transposed != transposed:
         _forms[:] = [fp8_kept.keep(weight.detach(), transposed=transposed) for weight in weights]
-    return ours("fp8", problem)
+    return ours(backend, problem)
 
 
 def weight_rows(problem: Problem, milliseconds: int):
@@ -164,7 +166,7 @@ def rows_of(name: str, tokens: int, check_tokens: int, routing: str, millisecond
             "peak_mib": round(memory[option][1]),
             "errors": errors[option],
         }
-    for option in ("triton", "fp8", ROWS_BEFORE):
+    for option in ("triton", "fp8", ROWS_BEFORE, WIDE):
         for kernel, ms, calls in kernels_of(pairs[option][1]):
             yield case | {"what": f"{option}: {kernel[:60]}", "ms": round(ms, 3), "calls": calls}
     if routing == "random":

@@ -50,6 +50,7 @@ from patchgen.runtime.parallel import ParallelConfig, checkpointing, loss, peer_
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import flops, optimizers, trainer
+from patchgen.runtime.train.model import FP8_EXPERTS
 
 Model = nn.Module | peer_torchtitan.Peer
 RESULTS = Path(__file__).with_name("results_train.csv")
@@ -119,7 +120,7 @@ def ours(setting: Setting, state: ParallelState, mode: str, **options: Any) -> n
     checkpointing.apply(model, mode)
     options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     sharding.shard_model(model, state, options=sharding.ShardingOptions(**options))
-    if seams.selected()["fused_moe"] == "fp8":  # as a training run has it
+    if seams.selected()["fused_moe"] in FP8_EXPERTS:  # as a training run has it
         undivided.keep_fp8(model, transposed=False)
     return model
 

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
         """A model after `fully_shard`, which changes its class in place."""
 
 
+FP8_EXPERTS = ("fp8", "fp8_wide_gradients")
+"""Implementations of `fused_moe` that read weights in FP8."""
+
+
 def read_config(model: ModelConfig) -> PreTrainedConfig:
     """The config of `model.source` with its overrides and the size of its vocabulary (`model.resize_vocab`); registers
     `model.code` in this process.
@@ -268,7 +272,7 @@ def obstructed_kernels(section: KernelsConfig) -> dict[str, str]:
 def _obstacle(name: str, kernel: str) -> str | None:
     """Why this machine cannot run the kernel of a seam; None if nothing is known."""
     reason = seams.unavailable(name, kernel)
-    if reason is None and kernel in ("triton", "fp8") and not torch.cuda.is_available():
+    if reason is None and kernel in ("triton", *FP8_EXPERTS) and not torch.cuda.is_available():
         from triton import knobs
 
         return None if knobs.runtime.interpret else "it needs a CUDA device"
@@ -338,7 +342,7 @@ def kept_fp8_forms(recipe: Recipe, layout: ParallelConfig) -> int:
     """How many forms of the experts' weights stay in FP8, of one byte per element: rows, which AdamW writes; with several
     micro-batches what their backwards read, too. None where ranks gather the weights anew for each layer."""
     is_held_whole = layout.ep_shard == 1 and layout.dp_replicate == 1
-    if recipe.kernels.fused_moe != "fp8" or not is_held_whole:
+    if recipe.kernels.fused_moe not in FP8_EXPERTS or not is_held_whole:
         return 0
     return 2 if recipe.train.batches_per_step > layout.num_batches else 1
 
