@@ -2,10 +2,11 @@
 
     python benchmarks/bench_moe_fp8.py --shapes qwen3 dsv3_slice
 
-Options: `triton` is bf16; `fp8` quantises its weights in each forward and backward; `fp8, weights before` finds them
-quantised in both orientations, as an optimizer that writes them once per step would leave them. All in one process, in
-turns, on a busy GPU (`bench_moe.Timed`); errors against fp32, expert by expert, at `--check-tokens`. Appends to
-results_moe_fp8.csv.
+Options: `triton` is bf16; `fp8` quantises its weights in each forward and backward; `fp8, rows before` finds the rows that
+AdamW has written, as a training run with one micro-batch per step does, and transposes them; `fp8, weights before` finds both
+orientations, as all micro-batches of a step but the first; `fp8_wide_gradients` computes weight gradients in bf16. All in one
+process, in turns, on a busy GPU (`bench_moe.Timed`); errors against fp32, expert by expert, at `--check-tokens`. Then what
+the weights of a layer cost outside of it: AdamW with and without rows, and each form. Appends to results_moe_fp8.csv.
 """
 
 from __future__ import annotations
@@ -34,42 +35,91 @@ from bench_moe import reference as exact_layer
 from result_rows import append
 from torch import Tensor
 
-from patchgen.kernels.moe import fp8_backend, fp8_product
-from patchgen.kernels.moe.fp8_values import DTYPE, quantise_transposed, quantise_weight
+from patchgen.kernels.moe import fp8_kept, fp8_product
+from patchgen.kernels.moe.fp8_values import DTYPE, quantise_transposed, quantise_weight, transpose_quantised
 from patchgen.kernels.moe.plan import BLOCK_M, Plan
+from patchgen.kernels.optimizer.adamw import adamw_
 
 RESULTS = Path(__file__).with_name("results_moe_fp8.csv")
 COLUMNS = ("date", "versions", "commit", "shape", "tokens", "routing", "what", "ms", "calls", "forward_ms", "of_bf16",
            "saved_mib", "peak_mib", "errors")  # fmt: skip
 OUTPUTS = ("out", "x", "weights", "gate_up", "down")
-WEIGHTS_BEFORE = "fp8, weights before"
+WIDE = "fp8_wide_gradients, rows before"
+ROWS_BEFORE, WEIGHTS_BEFORE = "fp8, rows before", "fp8, weights before"
 
 
 def options() -> dict[str, Callable[[Problem], Tensor]]:
-    return {"triton": functools.partial(ours, "triton"), "fp8": _fp8, WEIGHTS_BEFORE: _with_weights_before()}
+    return {
+        "triton": functools.partial(ours, "triton"),
+        "fp8": _fp8,
+        ROWS_BEFORE: functools.partial(_kept, False),
+        WEIGHTS_BEFORE: functools.partial(_kept, True),
+        WIDE: functools.partial(_kept, False, backend="fp8_wide_gradients"),
+    }
+
+
+_forms: list[fp8_kept.KeptForms] = []
+"""Of the weights of the problem that was last run by one of two options."""
 
 
 def _fp8(problem: Problem) -> Tensor:
-    fp8_backend.quantise_weight, fp8_backend.quantise_transposed = quantise_weight, quantise_transposed
+    _forms.clear()
     return ours("fp8", problem)
 
 
-def _with_weights_before() -> Callable[[Problem], Tensor]:
-    """`fp8` whose weights are quantised by the first call, for one problem; each call's backward has to follow it at once."""
-    made: dict = {}
+def _kept(transposed: bool, problem: Problem, backend: str = "fp8") -> Tensor:
+    """`fp8` that finds what a call before it has kept."""
+    weights = problem.gate_up, problem.down
+    is_known = [forms.tensor.data_ptr() for forms in _forms] == [weight.data_ptr() for weight in weights]
+    if not is_known or _forms[0].keeps_transposed != transposed:
+        _forms[:] = [fp8_kept.keep(weight.detach(), transposed=transposed) for weight in weights]
+    return ours(backend, problem)
 
-    def once(quantise: Callable, weight: Tensor, *scales: Tensor):
-        key = (quantise.__name__, weight.data_ptr())
-        if key not in made:
-            made[key] = quantise(weight, *scales)
-        return made[key]
 
-    def run(problem: Problem) -> Tensor:
-        for quantise in (quantise_weight, quantise_transposed):
-            setattr(fp8_backend, quantise.__name__, functools.partial(once, quantise))
-        return ours("fp8", problem)
+def weight_rows(problem: Problem, milliseconds: int):
+    """What both weights of a layer cost: AdamW of fp32 parameters with bf16 gradients, and each form in FP8."""
+    weights = [problem.gate_up.detach(), problem.down.detach()]
+    rows = [quantise_weight(weight) for weight in weights]
+    transposed = [
+        (quantise_transposed(weight, row.scales), transpose_quantised(row))
+        for weight, row in zip(weights, rows, strict=True)
+    ]
+    is_same = all(
+        torch.equal(left.values.view(torch.uint8), right.values.view(torch.uint8)) for left, right in transposed
+    )
+    del transposed
+    states = [
+        [weight.float(), weight * 1e-3, weight.float() * 0, weight.float() * 0, weight.clone()] for weight in weights
+    ]
 
-    return run
+    def adamw(writes_rows: bool) -> None:
+        for (*state, copy), row in zip(states, rows, strict=True):
+            adamw_(*state, step=2, lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, copy=copy,
+                   rows=row if writes_rows else None)  # fmt: skip
+
+    def each(function: Callable, *lists: list) -> None:
+        for arguments in zip(*lists, strict=True):
+            function(*arguments)
+
+    timed = {
+        "AdamW": lambda: adamw(False),
+        "AdamW, with rows": lambda: adamw(True),
+        "quantise_weight": lambda: each(quantise_weight, weights),
+        "quantise_transposed": lambda: each(quantise_transposed, weights, [row.scales for row in rows]),
+        "transpose_quantised": lambda: each(transpose_quantised, rows),
+    }
+    timed = {name: Timed(function, milliseconds) for name, function in timed.items()}
+    in_turns(list(timed.values()))
+    for name, one in timed.items():
+        note = f"same bits as of the weight: {is_same}" if name == "transpose_quantised" else ""
+        yield {"what": f"both weights: {name}", "ms": round(one.median, 3), "errors": note}
+
+
+def in_turns(timed: list[Timed]) -> None:
+    for _ in range(ROUNDS):
+        random.shuffle(timed)
+        for each in timed:
+            each.round()
 
 
 def errors_of(function: Callable[[Problem], Tensor], problem: Problem, expected: tuple[Tensor, ...]) -> str:
@@ -99,14 +149,12 @@ def rows_of(name: str, tokens: int, check_tokens: int, routing: str, millisecond
     torch.cuda.empty_cache()
     problem, runs = make_problem(SHAPES[name], tokens, routing), options()
     pairs = {option: layer(run, problem) for option, run in runs.items()}
-    pairs[WEIGHTS_BEFORE][1]()  # quantises them
-    memory = {option: memory_of(run, problem) for option, run in runs.items()}
+    memory = {}
+    for option, run in runs.items():
+        pairs[option][1]()  # what it keeps is there
+        memory[option] = memory_of(run, problem)
     timed = {option: tuple(Timed(each, milliseconds) for each in pair) for option, pair in pairs.items()}
-    order = [each for pair in timed.values() for each in pair]
-    for _ in range(ROUNDS):
-        random.shuffle(order)
-        for each in order:
-            each.round()
+    in_turns([each for pair in timed.values() for each in pair])
     case = {"shape": name, "tokens": tokens, "routing": routing}
     for option, (forward, both) in timed.items():
         yield case | {
@@ -118,9 +166,13 @@ def rows_of(name: str, tokens: int, check_tokens: int, routing: str, millisecond
             "peak_mib": round(memory[option][1]),
             "errors": errors[option],
         }
-    for option in ("triton", "fp8"):
+    for option in ("triton", "fp8", ROWS_BEFORE, WIDE):
         for kernel, ms, calls in kernels_of(pairs[option][1]):
             yield case | {"what": f"{option}: {kernel[:60]}", "ms": round(ms, 3), "calls": calls}
+    if routing == "random":
+        _forms.clear()
+        for row in weight_rows(problem, milliseconds):
+            yield case | row
 
 
 def accumulation_rows():

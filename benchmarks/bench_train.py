@@ -46,10 +46,11 @@ from train_cases import CASE_COLUMNS, LAYOUTS, TITAN, TRANSFORMERS, WHO, compare
 from train_steps import our_step, replayed_step, their_step
 
 from patchgen.runtime import attention, registry, seams
-from patchgen.runtime.parallel import ParallelConfig, checkpointing, loss, peer_memory, sharding
+from patchgen.runtime.parallel import ParallelConfig, checkpointing, loss, peer_memory, sharding, undivided
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import flops, optimizers, trainer
+from patchgen.runtime.train.model import FP8_EXPERTS
 
 Model = nn.Module | peer_torchtitan.Peer
 RESULTS = Path(__file__).with_name("results_train.csv")
@@ -119,6 +120,8 @@ def ours(setting: Setting, state: ParallelState, mode: str, **options: Any) -> n
     checkpointing.apply(model, mode)
     options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     sharding.shard_model(model, state, options=sharding.ShardingOptions(**options))
+    if seams.selected()["fused_moe"] in FP8_EXPERTS:  # as a training run has it
+        undivided.keep_fp8(model, transposed=False)
     return model
 
 

@@ -1,10 +1,10 @@
-"""The loss of a small model with experts in FP8 beside the same in bf16: several seeds each, the same batches for both.
+"""The loss of a small model with experts in FP8 beside the same in bf16: several seeds each, the same batches for all.
 
     python benchmarks/curve_fp8.py --steps 2000 --seeds 0 1 2
 
 A decoder of bytes over the text of Python's standard library, every eleventh file of it held out. Everything but the experts
-is bf16 in both; parameters and AdamW are fp32. Appends the losses to results_curve_fp8.csv, prints what they are compared
-by: the difference of the means of both precisions and the spread over seeds. `--picture` draws them.
+is bf16 in all; parameters and AdamW are fp32. Appends the losses to results_curve_fp8.csv, prints what they are compared
+by: the difference of the means from those of bf16 and the spread over seeds. `--picture` draws them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ RESULTS = Path(__file__).with_name("results_curve_fp8.csv")
 COLUMNS = ("date", "versions", "commit", "model", "experts", "seed", "step", "loss", "held_out", "seconds")
 HIDDEN, INNER, EXPERTS, TOP_K, LAYERS, HEADS = 768, 384, 32, 4, 6, 12
 ROWS, LENGTH, VOCABULARY = 16, 1024, 256
+LABELS = {"triton": "bf16", "fp8": "FP8", "fp8_wide_gradients": "FP8, weight gradients in bf16"}
 WINDOW = 50
 """Steps whose losses are averaged, and batches that the held-out loss is measured on."""
 MODEL = f"H {HIDDEN}, I {INNER}, E {EXPERTS}, k {TOP_K}, {LAYERS} layers, {ROWS} x {LENGTH} bytes a step"
@@ -124,10 +125,13 @@ def draw(rows: list[dict], picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (whole, end) = plt.subplots(1, 2, figsize=(9, 3.5))
-    for row_of, colour in (("triton", "tab:blue"), ("fp8", "tab:orange")):
+    colours = {"triton": "tab:blue", "fp8": "tab:orange", "fp8_wide_gradients": "tab:green"}
+    for row_of, colour in colours.items():
         for seed in sorted({row["seed"] for row in rows}):
             points = [(row["step"], row["loss"]) for row in rows if (row["experts"], row["seed"]) == (row_of, seed)]
-            label = {"triton": "bf16", "fp8": "FP8"}[row_of] if seed == rows[0]["seed"] else None
+            if not points:
+                continue
+            label = LABELS[row_of] if seed == rows[0]["seed"] else None
             whole.plot(*zip(*points, strict=True), color=colour, lw=0.9, label=label)
             end.plot(*zip(*points[len(points) * 3 // 4 :], strict=True), color=colour, lw=0.9)
     whole.set(xlabel="step", ylabel="loss, nats per byte", yscale="log", title="experts in bf16 and in FP8, by seed")
@@ -140,6 +144,7 @@ def draw(rows: list[dict], picture: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--experts", nargs="+", default=list(LABELS), choices=list(LABELS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--commit", default="", help="of this code, for the table")
@@ -152,7 +157,7 @@ def main() -> None:
     data, rows = text(), []
     print(MODEL, "bytes:", *map(len, data), flush=True)
     for seed in arguments.seeds:
-        for backend in ("triton", "fp8"):
+        for backend in arguments.experts:
             found = train(backend, seed, arguments.steps, data)
             append(RESULTS, COLUMNS, found, **stamp)
             rows += found
@@ -160,11 +165,12 @@ def main() -> None:
     for column in ("loss", "held_out"):
         ends = {
             backend: [row[column] for row in rows if row["experts"] == backend and "held_out" in row]
-            for backend in ("triton", "fp8")
+            for backend in arguments.experts
         }
         means = {backend: statistics.fmean(each) for backend, each in ends.items()}
         spread = {backend: statistics.stdev(each) for backend, each in ends.items() if len(each) > 1}
-        print(column, "means", means, "difference", means["fp8"] - means["triton"], "spread of seeds", spread)
+        apart = {backend: each - means["triton"] for backend, each in means.items() if "triton" in means}
+        print(column, "means", means, "differences", apart, "spread of seeds", spread)
     if arguments.picture:
         draw(rows, arguments.picture)
 

@@ -6,6 +6,8 @@ torch        sort, torch's grouped product, compiled elementwise     everywhere
 triton       our kernels (`moe/triton_backend.py`)                   compute capability 9.0 or newer
 fp8          our kernels with every product in FP8                   compute capability 9.0 or newer
              (`moe/fp8_backend.py`); chosen by name alone
+fp8_wide_gradients   the same, but both weight gradients         compute capability 9.0 or newer
+             in the dtype of the layer
 sonic        the package sonic-moe                                   wherever that package runs
 auto         triton where it was measured to be faster (compute      everywhere
              capability 9.0), else torch (`moe/auto.py`)
@@ -17,6 +19,7 @@ out = fused_moe(x, index, weights, gate_up_proj, down_proj, num_experts=128, act
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -36,10 +39,10 @@ def _triton(*arguments) -> Tensor:
     return fused_moe_triton(*arguments)
 
 
-def _fp8(*arguments) -> Tensor:
+def _fp8(*arguments, wide_gradients: bool = False) -> Tensor:
     from patchgen.kernels.moe.fp8_backend import fused_moe_fp8  # loads Triton
 
-    return fused_moe_fp8(*arguments)
+    return fused_moe_fp8(*arguments, wide_gradients)
 
 
 def _auto(
@@ -58,10 +61,11 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {
     "torch": fused_moe_torch,
     "triton": _triton,
     "fp8": _fp8,
+    "fp8_wide_gradients": partial(_fp8, wide_gradients=True),
     "sonic": fused_moe_sonic,
 }
 
-WITHOUT_ADAPTERS = frozenset({"sonic", "fp8"})
+WITHOUT_ADAPTERS = frozenset({"sonic", "fp8", "fp8_wide_gradients"})
 """Backends without low-rank adapters."""
 
 

@@ -43,7 +43,10 @@ def _fused_moe(*args, backend: str, **kwargs) -> Tensor:
 seams.register("fused_moe", "auto", prefers=("triton",))(partial(_fused_moe, backend="auto"))
 seams.register("fused_moe", "torch")(partial(_fused_moe, backend="torch"))
 seams.register("fused_moe", "triton", unavailable=_without_triton)(partial(_fused_moe, backend="triton"))
-seams.register("fused_moe", "fp8", unavailable=_without_triton, rounds="triton")(partial(_fused_moe, backend="fp8"))
+for _name in ("fp8", "fp8_wide_gradients"):
+    seams.register("fused_moe", _name, unavailable=_without_triton, rounds="triton")(
+        partial(_fused_moe, backend=_name)
+    )
 seams.register("fused_moe", "sonic", unavailable=_without_sonic)(partial(_fused_moe, backend="sonic"))
 
 

@@ -2,11 +2,13 @@
 
     forward    plan -> tokens and weights to FP8 -> product -> gate, to FP8 -> product -> combine
     backward   output gradients and weights to FP8 -> product -> gate's gradient, to FP8 -> product -> combine;
-               both factors of each weight gradient transposed, two products over rows
+               both factors of each weight gradient transposed, two products over rows; or, `fp8_wide_gradients`,
+               those products as in the `triton` backend, of factors that FP8 did not round
 
 Weights, their gradients, the router's gradient and all sums over slots are as in the `triton` backend. Weights are quantised
-in each forward, and in each backward in the other orientation. Saved for the backward, besides the inputs and the routing:
-the first projection and the scales of the tokens. The same inputs give the same bits.
+in each forward, and in each backward in the other orientation, unless their owner keeps both (`fp8_kept`). Saved for the
+backward, besides the inputs and the routing: the first projection and the scales of the tokens. The same inputs give the
+same bits.
 
     T tokens   H hidden size   E experts   I expert intermediate size   K experts per token   P padded rows
 """
@@ -17,19 +19,16 @@ import torch
 from torch import Tensor
 
 from patchgen.kernels.elementwise.activations import Activation
-from patchgen.kernels.moe import early_gradients
+from patchgen.kernels.moe import early_gradients, fp8_kept
 from patchgen.kernels.moe.combine import combine, router_gradient
 from patchgen.kernels.moe.fp8_gate import fp8_gate, fp8_gate_backward
 from patchgen.kernels.moe.fp8_product import fp8_product, fp8_weight_gradient
-from patchgen.kernels.moe.fp8_values import (
-    quantise_tokens,
-    quantise_transposed,
-    quantise_weight,
-    transpose_rows,
-    transpose_tokens,
-)
+from patchgen.kernels.moe.fp8_values import quantise_tokens, transpose_rows, transpose_tokens
+from patchgen.kernels.moe.grouped_gemm_weights import grouped_gemm_weights
 from patchgen.kernels.moe.options import MoeOptions
+from patchgen.kernels.moe.pad_rows import pad_rows
 from patchgen.kernels.moe.plan import Plan, empty_plan, make_plan
+from patchgen.kernels.moe.schedule import copy_pays_off
 from patchgen.kernels.moe.triton_backend import unsupported as unsupported_by_triton
 from patchgen.kernels.peers import pushed_sums
 from patchgen.kernels.unsupported import UnsupportedOptionError
@@ -47,8 +46,12 @@ def fused_moe_fp8(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     options: MoeOptions,
+    wide_gradients: bool = False,
 ) -> Tensor:
     """Shapes as in `runtime.ops.fused_moe`.
+
+    Args:
+        wide_gradients: both weight gradients are computed in the dtype of the layer, from factors that FP8 did not round.
 
     Raises:
         UnsupportedOptionError: an option, a dtype or a size that the kernels do not have; see `unsupported`.
@@ -73,6 +76,7 @@ def fused_moe_fp8(
         activation.limit,
         activation.up_shift,
         activation.limit_after,
+        wide_gradients,
         slots if options.max_rows is None else min(slots, options.max_rows),
         torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
     )[0]
@@ -116,6 +120,7 @@ def _moe_fp8_forward(
     limit: float,
     up_shift: float,
     limit_after: bool,
+    _wide_gradients: bool,
     max_rows: int,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -124,14 +129,14 @@ def _moe_fp8_forward(
     top_k, dtype = top_k_index.shape[1], hidden_states.dtype
     plan = make_plan(top_k_index, down_proj.shape[0], max_rows)
     tokens, scales = quantise_tokens(hidden_states, plan, top_k)
-    gate_up = quantise_weight(gate_up_proj)
+    gate_up = fp8_kept.rows_of(gate_up_proj)
     projected = fp8_product(tokens, gate_up, plan, dtype)
     gate_up_scales = gate_up.scales
     del tokens, gate_up
     gated = fp8_gate(projected, plan, activation)
     kept = projected if keep else projected.new_empty(0, projected.shape[1])
     del projected
-    down = quantise_weight(down_proj)
+    down = fp8_kept.rows_of(down_proj)
     rows = fp8_product(gated, down, plan, dtype)
     of_plan = (plan.padded_of_slot, plan.slot_of_padded, plan.row_start, plan.tile_start, plan.tiles)
     others = (scales, gate_up_scales, down.scales, *of_plan)
@@ -177,6 +182,7 @@ def _moe_fp8_backward(
     limit: float,
     up_shift: float,
     limit_after: bool,
+    wide_gradients: bool,
     needed: list[bool],
 ) -> list[Tensor]:
     """The gradients of x, routing weights, gate_up and down, in this order; empty if not `needed`, or deferred."""
@@ -188,14 +194,16 @@ def _moe_fp8_backward(
     grad_x, grad_weights, grad_gate_up, grad_down = (hidden_states.new_empty(0) for _ in needed)
 
     grads, grad_scales = quantise_tokens(grad_out, plan, top_k)
-    grad_gated = fp8_product(grads, quantise_transposed(down_proj, down_scales), plan, dtype)
+    grad_gated = fp8_product(grads, fp8_kept.transposed_of(down_proj, down_scales), plan, dtype)
     del grads
-    grad_kept, weighted, partial = fp8_gate_backward(grad_gated, kept, top_k_weights, plan, activation)
+    grad_kept, weighted, wide, partial = fp8_gate_backward(
+        grad_gated, kept, top_k_weights, plan, activation, wide_gradients
+    )
     del grad_gated
     if need_weights:
         grad_weights = router_gradient(partial, plan, top_k, top_k_weights.dtype, None, None, None)
     if need_x:
-        rows = fp8_product(grad_kept, quantise_transposed(gate_up_proj, gate_up_scales), plan, dtype)
+        rows = fp8_product(grad_kept, fp8_kept.transposed_of(gate_up_proj, gate_up_scales), plan, dtype)
         grad_x = combine(rows, None, plan, top_k)
         del rows
     tokens_first = need_x and need_weights and early_gradients.is_awaited()
@@ -204,18 +212,30 @@ def _moe_fp8_backward(
     if need_down:
 
         def down_gradient() -> Tensor:
+            if wide is not None:
+                return _wide_gradient(grad_out, wide[1], plan, top_k, tokens_first=True)
+            assert weighted is not None  # one of the two
             right, of_expert = transpose_rows(weighted, grad_scales, plan, top_k)
             left = transpose_tokens(grad_out, grad_scales, plan, top_k)
             return fp8_weight_gradient(left, right, of_expert, plan, dtype)
 
         if not (tokens_first and early_gradients.defer(down_proj, down_gradient)):
             grad_down = down_gradient()
-    if need_gate_up:
+    if need_gate_up and wide is not None:
+        grad_gate_up = _wide_gradient(hidden_states, wide[0], plan, top_k, tokens_first=False)
+    elif need_gate_up:
         left, of_expert = transpose_rows(grad_kept, scales, plan, top_k)
         del grad_kept
         right = transpose_tokens(hidden_states, scales, plan, top_k)
         grad_gate_up = fp8_weight_gradient(left, right, of_expert, plan, dtype)
     return [grad_x, grad_weights, grad_gate_up, grad_down]
+
+
+def _wide_gradient(tokens: Tensor, padded: Tensor, plan: Plan, top_k: int, *, tokens_first: bool) -> Tensor:
+    """As the `triton` backend computes it."""
+    pays_off = copy_pays_off(plan.num_rows, plan.num_experts, padded.shape[1])
+    copied = pad_rows(tokens, top_k, plan) if pays_off else None
+    return grouped_gemm_weights(tokens, copied, padded, plan, top_k, tokens_first=tokens_first)
 
 
 @_moe_fp8_backward.register_fake

@@ -3,6 +3,7 @@
 forward     a[p] = gate(h[p])                                            in FP8
 backward    dh[p] = w[p] * g[p] * gate'(h[p]),  s[p] = w[p] * a[p]       in FP8, zero in padding rows
             dw[p] = <g[p], a[p]>                                         the routing weight's gradient, fp32
+            dh, s                                                        for wide weight gradients in their dtype, too
 
 P padded rows   I expert intermediate size
 """
@@ -78,26 +79,32 @@ def _fp8_gate(
 
 
 def fp8_gate_backward(
-    grad: Tensor, projected: Tensor, top_k_weights: Tensor, plan: Plan, activation: Activation
-) -> tuple[Quantised, Quantised, Tensor]:
-    """`(dh [P, 2I], s [P, I], dw [1, P])`.
+    grad: Tensor, projected: Tensor, top_k_weights: Tensor, plan: Plan, activation: Activation, wide: bool = False
+) -> tuple[Quantised, Quantised | None, tuple[Tensor, Tensor] | None, Tensor]:
+    """`(dh [P, 2I], s [P, I], None, dw [1, P])`; if `wide`, `(dh, None, (dh, s), dw)`, the pair in the dtype of `grad`.
 
     Args:
         grad: `[P, I]`, the gradient of `a` without the routing weight.
         projected: `[P, 2I]`, of the forward.
         top_k_weights: `[T, K]`.
+        wide: for weight gradients that are not computed in FP8.
     """
     inner = grad.shape[1]
     grad_projected = new_rows(plan.num_padded, 2 * inner, grad.device)
-    weighted = new_rows(plan.num_padded, inner, grad.device)
+    narrow, pair = None, None
+    if wide:
+        pair = grad.new_empty(plan.num_padded, 2 * inner), torch.empty_like(grad)
+        weighted = (pair[1], None)
+    else:
+        weighted = narrow = new_rows(plan.num_padded, inner, grad.device)
     partial = torch.empty(1, plan.num_padded, dtype=torch.float32, device=grad.device)
     rows, width = _block(inner)
     _fp8_gate_backward[(plan.num_padded // rows,)](
-        grad, projected, top_k_weights, *grad_projected, *weighted, partial,
+        grad, projected, top_k_weights, *grad_projected, *weighted, pair and pair[0], partial,
         plan.slot_of_padded, plan.tile_start, plan.tiles, plan.num_experts, plan.tiles.shape[1],
         INNER=inner, ROWS=rows, WIDTH=width, BLOCK_M=BLOCK_M, num_warps=4, **gate_constants(activation),
     )  # fmt: skip
-    return grad_projected, weighted, partial
+    return grad_projected, narrow, pair, partial
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -109,6 +116,7 @@ def _fp8_gate_backward(
     grad_scales,
     weighted_values,
     weighted_scales,
+    wide_grad,
     partial,
     slot_of_padded,
     tile_start,
@@ -154,7 +162,13 @@ def _fp8_gate_backward(
         tl.store(target + INNER, (by_up * inverse[:, None]).to(dtype), mask=column < INNER)
         tl.store(grad_scales + row, scale)
 
-        scale, inverse = scale_of(tl.max(tl.abs(value), 1))
         target = weighted_values + wide_row * INNER + column
-        tl.store(target, (value * inverse[:, None]).to(dtype), mask=column < INNER)
-        tl.store(weighted_scales + row, scale)
+        if weighted_scales is None:
+            tl.store(target, value.to(weighted_values.dtype.element_ty), mask=column < INNER)
+            target = wide_grad + wide_row * (2 * INNER) + column
+            tl.store(target, by_gate.to(wide_grad.dtype.element_ty), mask=column < INNER)
+            tl.store(target + INNER, by_up.to(wide_grad.dtype.element_ty), mask=column < INNER)
+        else:
+            scale, inverse = scale_of(tl.max(tl.abs(value), 1))
+            tl.store(target, (value * inverse[:, None]).to(dtype), mask=column < INNER)
+            tl.store(weighted_scales + row, scale)

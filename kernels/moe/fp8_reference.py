@@ -55,18 +55,19 @@ def dequantised(rows: Tensor) -> Tensor:
 
 
 def _of_expert(weight: Tensor) -> Tensor:
-    """With one scale for all of it."""
-    scale = quantise(weight)[1].amax()
-    return rounded(weight.float() / scale) * scale
+    """Its rows with one scale for all of them: values far below the largest are rounded twice."""
+    values, scales = quantise(weight)
+    largest = scales.amax()
+    return rounded(values * (scales / largest)[:, None]) * largest
 
 
 class _Expert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RH: Tensor, routing_R: Tensor, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
+    def forward(ctx, x_RH: Tensor, routing_R: Tensor, gate_up: Tensor, down: Tensor, gate: Gate, wide: bool) -> Tensor:
         h_R2I = (dequantised(x_RH) @ dequantised(gate_up).T).to(x_RH.dtype)
         y_RH = (dequantised(gate(h_R2I.float())) @ dequantised(down).T).to(x_RH.dtype)
         ctx.save_for_backward(x_RH, routing_R, gate_up, down, h_R2I)
-        ctx.gate = gate
+        ctx.gate, ctx.wide = gate, wide
         return y_RH * routing_R[:, None]
 
     @staticmethod
@@ -82,12 +83,17 @@ class _Expert(torch.autograd.Function):
         dh_values, dh_scales = quantise(dh)
         weighted_values, weighted_scales = quantise(a.detach() * routing_R[:, None].float())
         dx_RH = ((dh_values * dh_scales[:, None]) @ _of_expert(gate_up)).to(dtype)
+        router = (g_RI * a.detach()).sum(1).to(routing_R.dtype)
+        if ctx.wide:
+            weighted = (a.detach() * routing_R[:, None].float()).to(dtype).float()
+            d_down, d_gate_up = grad_RH.float().T @ weighted, dh.to(dtype).float().T @ x_RH.float()
+            return dx_RH, router, d_gate_up.to(dtype), d_down.to(dtype), None, None
         right, scale = fold(weighted_values, weighted_scales * grad_scales)
         d_down = grads.T @ right * scale
         x_values, x_scales = quantise(x_RH)
         left, scale = fold(dh_values, dh_scales * x_scales)
         d_gate_up = left.T @ x_values * scale
-        return dx_RH, (g_RI * a.detach()).sum(1).to(routing_R.dtype), d_gate_up.to(dtype), d_down.to(dtype), None
+        return dx_RH, router, d_gate_up.to(dtype), d_down.to(dtype), None, None
 
 
 def fp8_reference(
@@ -97,8 +103,10 @@ def fp8_reference(
     gate_up_proj: Tensor,
     down_proj: Tensor,
     gate: Gate,
+    wide_gradients: bool = False,
 ) -> Tensor:
-    """`[T, H]`; shapes as in `runtime.ops.fused_moe`, with `gate` from `[R, 2I]` to `[R, I]`.
+    """`[T, H]`; shapes as in `runtime.ops.fused_moe`, with `gate` from `[R, 2I]` to `[R, I]`. With `wide_gradients` those
+    of weights are not rounded to FP8.
 
     Differentiable in every floating-point argument. Waits for the device once per expert.
     """
@@ -108,7 +116,12 @@ def fp8_reference(
         if not token_R.numel():
             continue
         rows_RH = _Expert.apply(
-            hidden_states[token_R], top_k_weights[token_R, slot_R], gate_up_proj[expert], down_proj[expert], gate
+            hidden_states[token_R],
+            top_k_weights[token_R, slot_R],
+            gate_up_proj[expert],
+            down_proj[expert],
+            gate,
+            wide_gradients,
         )
         out_TH = out_TH.index_add(0, token_R, rows_RH)
     return out_TH

@@ -6,6 +6,7 @@ For an fp32 parameter with a bf16 gradient that is, in bytes per parameter:
 
     gradient to fp32 6, clipped 8, AdamW 28, copy cast 6     48
     here                                                     28: p, m, v read and written 24, gradient read 2, copy written 2
+    the copy in FP8, too                                     29: instead of the 3 of `quantise_weight` after it
 
 Formula and order are torch's, in fp32 (aten/src/ATen/native/cuda/fused_adam_utils.cuh).
 """
@@ -19,7 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from patchgen.kernels.moe.fp8_values import Quantised, scale_of
+
 _BLOCK, _WARPS = 1024, 4
+_VALUES_PER_WARP = 256
+"""Of a long row, which one program holds whole."""
 
 
 def adamw_(
@@ -35,6 +40,7 @@ def adamw_(
     weight_decay: float,
     factor: Tensor | None = None,
     copy: Tensor | None = None,
+    rows: Quantised | None = None,
 ) -> None:
     """Updates `parameter`, `exp_avg` and `exp_avg_sq` in place.
 
@@ -43,11 +49,15 @@ def adamw_(
         step: of this update; the first is 1.
         factor: a tensor of one element on the same device; the gradient is multiplied by it. None: 1.
         copy: receives the new values; contiguous, of any dtype, with as many elements.
+        rows: receives what `quantise_weight` would make of the copy, which it needs; in rows of its last dimension.
 
     Raises:
         ValueError: tensors that are not contiguous or not of one size.
     """
-    tensors = [parameter, gradient, exp_avg, exp_avg_sq, *([copy] if copy is not None else [])]
+    if rows is not None and copy is None:
+        raise ValueError("adamw_ quantises the copy; found rows to write, and no copy.")
+    tensors = [parameter, gradient, exp_avg, exp_avg_sq]
+    tensors += [tensor for tensor in (copy, rows and rows.values) if tensor is not None]
     if any(tensor.numel() != parameter.numel() or not tensor.is_contiguous() for tensor in tensors):
         raise ValueError(
             "adamw_ takes contiguous tensors of one size, found "
@@ -55,12 +65,17 @@ def adamw_(
         )
     if parameter.numel() == 0:
         return
-    _adamw[(triton.cdiv(parameter.numel(), _BLOCK),)](
+    values, scales = (None, None) if rows is None else rows
+    width = _BLOCK if values is None else values.shape[-1]
+    block = triton.next_power_of_2(width)
+    _adamw[(triton.cdiv(parameter.numel(), width),)](
         parameter,
         gradient,
         exp_avg,
         exp_avg_sq,
         copy,
+        values,
+        scales,
         factor,
         parameter.numel(),
         1 - lr * weight_decay,
@@ -71,8 +86,9 @@ def adamw_(
         eps,
         lr / (1 - betas[0] ** step),
         math.sqrt(1 - betas[1] ** step),
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=max(_WARPS, min(block // _VALUES_PER_WARP, 16)),
     )
     torch.autograd.graph.increment_version([parameter, exp_avg, exp_avg_sq])
 
@@ -84,6 +100,8 @@ def _adamw(
     exp_avg,
     exp_avg_sq,
     copy,
+    values,
+    scales,
     factor,
     numel,
     decay_factor,
@@ -94,22 +112,28 @@ def _adamw(
     eps,
     step_size,
     sqrt_bias_correction2,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    in_bounds = offset < numel
+    offset = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, BLOCK)
+    in_bounds = (offset < numel) & (tl.arange(0, BLOCK) < WIDTH)
     p = tl.load(parameter + offset, mask=in_bounds, other=0.0).to(tl.float32)
     g = tl.load(gradient + offset, mask=in_bounds, other=0.0).to(tl.float32)
     m = tl.load(exp_avg + offset, mask=in_bounds, other=0.0).to(tl.float32)
     v = tl.load(exp_avg_sq + offset, mask=in_bounds, other=0.0).to(tl.float32)
     if factor is not None:
         g = g * tl.load(factor).to(tl.float32)
-    p = p * decay_factor
-    m = beta1 * m + one_minus_beta1 * g
-    v = beta2 * v + one_minus_beta2 * g * g
-    p = p - step_size * m / (tl.sqrt_rn(v) / sqrt_bias_correction2 + eps)
+    # Written as fused sums, which the compiler would else choose in one way with rows and in another without.
+    m = tl.fma(g, one_minus_beta1, m * beta1)
+    v = tl.fma(one_minus_beta2 * g, g, v * beta2)
+    p = tl.fma(p, decay_factor, -(step_size * m / (tl.sqrt_rn(v) / sqrt_bias_correction2 + eps)))
     tl.store(parameter + offset, p.to(parameter.dtype.element_ty), mask=in_bounds)
     tl.store(exp_avg + offset, m.to(exp_avg.dtype.element_ty), mask=in_bounds)
     tl.store(exp_avg_sq + offset, v.to(exp_avg_sq.dtype.element_ty), mask=in_bounds)
     if copy is not None:
         tl.store(copy + offset, p.to(copy.dtype.element_ty), mask=in_bounds)
+        if values is not None:
+            rounded = tl.where(in_bounds, p.to(copy.dtype.element_ty).to(tl.float32), 0.0)
+            scale, inverse = scale_of(tl.max(tl.abs(rounded), 0))
+            tl.store(values + offset, (rounded * inverse).to(values.dtype.element_ty), mask=in_bounds)
+            tl.store(scales + tl.program_id(0), scale)

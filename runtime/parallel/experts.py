@@ -23,7 +23,7 @@ from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.uncompiled import uncompiled
 
 __all__ = ["dropped_rows", "fused_moe"]
-_PUSHING = ("auto", "triton", "fp8")  # implementations that return what kernels computed, and can push it instead
+_PUSHING = ("auto", "triton", "fp8", "fp8_wide_gradients")  # return what kernels computed, and can push it instead
 
 
 @uncompiled

@@ -23,6 +23,7 @@ import dataclasses
 import weakref
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from patchgen.kernels.moe import early_gradients
+
+if TYPE_CHECKING:
+    from patchgen.kernels.moe.fp8_kept import KeptForms
 
 COPY = "_patchgen_compute_copy"  # on a parameter: its ComputeCopy
 
@@ -58,20 +62,26 @@ class ComputeCopy:
     Attributes:
         tensor: flat, in the compute dtype.
         written: the identity of the parameter when an optimizer wrote the tensor; None: unknown.
+        forms: what the experts keep of the tensor in FP8 until it is written; see `keep_fp8`.
     """
 
     tensor: Tensor
     written: tuple[int, ...] | None = None
+    forms: KeptForms | None = None
 
     def is_current(self, parameter: nn.Parameter) -> bool:
         return self.written == _identity(parameter)
 
     def before_writing(self) -> None:
         """To be called before the tensor is written."""
+        if self.forms is not None:
+            self.forms.forget()
 
     def mark_written(self, parameter: nn.Parameter) -> None:
-        """Records that the tensor equals the parameter."""
+        """Records that the tensor equals the parameter, and so does what was to be written of it in FP8."""
         self.written = _identity(parameter)
+        if self.forms is not None:
+            self.forms.mark_written()
 
 
 def _identity(parameter: nn.Parameter) -> tuple[int, ...]:
@@ -89,6 +99,31 @@ def forget_copies(model: nn.Module) -> None:
     for parameter in model.parameters():
         if (copy := copy_of(parameter)) is not None:
             copy.written = None
+
+
+_KEEPS_TRANSPOSED = "_patchgen_keeps_transposed"  # on a group of parameters, see `keep_fp8`
+
+
+def keep_fp8(model: nn.Module, *, transposed: bool) -> int:
+    """Lets the experts in FP8 keep their quantised weights within a step; returns in how many units.
+
+    Only in units on a mesh of one rank: what others gather is freed after each layer.
+
+    Args:
+        transposed: also what the backward reads, for steps of several micro-batches.
+    """
+    count = 0
+    for module in model.modules():
+        for group in param_groups(module) if isinstance(module, FSDPModule) else ():
+            if isinstance(group, UndividedGroup) and any(_is_stacked(param) for param in group.fsdp_params):
+                setattr(group, _KEEPS_TRANSPOSED, transposed)
+                count += 1
+    return count
+
+
+def _is_stacked(param: FSDPParam) -> bool:
+    """Whether it can be a weight of experts, `[E, ...]`."""
+    return param.sharded_param.dim() == 3
 
 
 def install(model: nn.Module) -> int:
@@ -138,6 +173,7 @@ class UndividedGroup(FSDPParamGroup):
             is_backward = self._training_state == TrainingState.PRE_BACKWARD  # the forward has updated the copies
             for param in self.fsdp_params:
                 _set_up_compute_copy(param, may_be_stale=is_backward, trusts_optimizer=self.modules[0].training)
+                _set_up_fp8(param, getattr(self, _KEEPS_TRANSPOSED, None))
             self._to_unsharded()
 
     def post_backward(self, *unused: object) -> None:
@@ -175,10 +211,19 @@ def _set_up_compute_copy(param: FSDPParam, *, may_be_stale: bool, trusts_optimiz
         setattr(param, COPY, copy)
     setattr(parameter, COPY, copy)
     if not may_be_stale and not (trusts_optimizer and copy.is_current(parameter)):
+        copy.before_writing()
         copy.written = None
         with torch.autograd._unsafe_preserve_version_counter(copy.tensor):  # pyright: ignore[reportPrivateImportUsage]
             copy.tensor.copy_(source.view(-1))
     _set_unsharded(param, copy.tensor)
+
+
+def _set_up_fp8(param: FSDPParam, keeps_transposed: bool | None) -> None:
+    copy: ComputeCopy | None = getattr(param, COPY, None)
+    if keeps_transposed is not None and copy is not None and copy.forms is None and _is_stacked(param):
+        from patchgen.kernels.moe import fp8_kept  # loads Triton
+
+        copy.forms = fp8_kept.keep(copy.tensor, transposed=keeps_transposed)
 
 
 def _set_unsharded(param: FSDPParam, values: Tensor) -> None:

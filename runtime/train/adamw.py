@@ -1,7 +1,8 @@
 """AdamW on GPUs: torch's optimizer and state, its update in one pass over memory (`kernels/optimizer/adamw.py`).
 
 Gradients keep the dtype they were computed in (bf16 for an fp32 parameter, allowed by `grad_dtype = None`). They are multiplied
-by the clipping factor in `gradient_factor`. Compute copies of unsharded parameters (`parallel/undivided.py`) are written too.
+by the clipping factor in `gradient_factor`. Compute copies of unsharded parameters (`parallel/undivided.py`) are written too, and
+what the experts keep of them in FP8.
 """
 
 from __future__ import annotations
@@ -64,8 +65,10 @@ class AdamW(torch.optim.AdamW):
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         state["step"] += 1
         values, copy = undivided.local(parameter), undivided.copy_of(parameter)
+        rows = None
         if copy is not None:
             copy.before_writing()
+            rows = copy.forms and copy.forms.to_write(values.shape)
         adamw_(
             values,
             undivided.local(gradient).contiguous(),
@@ -78,6 +81,7 @@ class AdamW(torch.optim.AdamW):
             weight_decay=group["weight_decay"],
             factor=factor,
             copy=copy.tensor if copy is not None else None,
+            rows=rows,
         )
         if copy is not None:
             copy.mark_written(parameter)

@@ -1,7 +1,7 @@
 """Estimate of a rank's memory, before anything is allocated.
 
 parameters, gradients, optimizer    exact, from shapes and layout (an even share; the last rank's may be smaller)
-gathered                            layers that are gathered at the same time, embeddings and head
+gathered                            layers that are gathered at the same time, embeddings and head; experts' weights kept in FP8
 reduction                           full gradients before ranks sum them, and the buffers of the sum, where they are largest
 activations                         what each layer saves for the backward, from the widths of its linear layers
 logits                              if the loss is not fused: logits and their gradient in fp32
@@ -22,6 +22,7 @@ from patchgen.runtime import seams
 from patchgen.runtime.parallel import ParallelConfig, sharding
 from patchgen.runtime.train import lora_targets, optimizers
 from patchgen.runtime.train.flops import experts_per_token
+from patchgen.runtime.train.model import kept_fp8_forms
 from patchgen.runtime.train.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -100,12 +101,14 @@ def estimate(
     else:
         per_token = sum(saved) // (2 if mode == "selective" else 1)
     is_sharded = layout.num_shards > 1 or compute_dtype is not None
+    in_experts = sum(p.numel() for name, p in model.named_parameters() if name in experts and p.dim() == 3)
+    kept = kept_fp8_forms(recipe, layout) * -(-in_experts // layout.ep)
     activation_bytes = tokens * per_token * itemsize
     return Estimate(
         parameters=stored,
         gradients=trained,
         optimizer=states,
-        gathered=(root + sum(gathered)) * itemsize if is_sharded else 0,
+        gathered=(root + sum(gathered)) * itemsize + kept if is_sharded else 0,
         reduction=_reduction(model, recipe, root, sizes[-1], itemsize, activation_bytes) if is_sharded else 0,
         activations=activation_bytes,
         logits=0 if fused_loss else tokens * text_config.vocab_size * 8,

@@ -22,7 +22,7 @@ from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.checkpoint.load import CheckpointMatch
 from patchgen.runtime.objectives import choose, encoder_decoder
 from patchgen.runtime.objectives.heads import TaskHead, UnknownHeadError, head_over
-from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
+from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding, undivided
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.parts import part_files
 from patchgen.runtime.train import architecture, attention_choice, lora_targets, optimizers, overrides, resize_vocab
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
     class ShardedModel(PreTrainedModel, FSDPModule):
         """A model after `fully_shard`, which changes its class in place."""
+
+
+FP8_EXPERTS = ("fp8", "fp8_wide_gradients")
+"""Implementations of `fused_moe` that read weights in FP8."""
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
@@ -268,7 +272,7 @@ def obstructed_kernels(section: KernelsConfig) -> dict[str, str]:
 def _obstacle(name: str, kernel: str) -> str | None:
     """Why this machine cannot run the kernel of a seam; None if nothing is known."""
     reason = seams.unavailable(name, kernel)
-    if reason is None and kernel in ("triton", "fp8") and not torch.cuda.is_available():
+    if reason is None and kernel in ("triton", *FP8_EXPERTS) and not torch.cuda.is_available():
         from triton import knobs
 
         return None if knobs.runtime.interpret else "it needs a CUDA device"
@@ -334,11 +338,22 @@ def sharding_options(section: ParallelSection, device: torch.device) -> sharding
     )
 
 
+def kept_fp8_forms(recipe: Recipe, layout: ParallelConfig) -> int:
+    """How many forms of the experts' weights stay in FP8, of one byte per element: rows, which AdamW writes; with several
+    micro-batches what their backwards read, too. None where ranks gather the weights anew for each layer."""
+    is_held_whole = layout.ep_shard == 1 and layout.dp_replicate == 1
+    if recipe.kernels.fused_moe not in FP8_EXPERTS or not is_held_whole:
+        return 0
+    return 2 if recipe.train.batches_per_step > layout.num_batches else 1
+
+
 def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> ShardedModel:
     """The model of a recipe, sharded over the ranks, with its weights (collective)."""
     model = build_on_meta(recipe)
     checkpointing.apply(model, recipe.parallel.activation_checkpointing)
     sharding.shard_model(model, state, options=sharding_options(recipe.parallel, device))
+    if kept := kept_fp8_forms(recipe, state.config):
+        undivided.keep_fp8(model, transposed=kept > 1)
     sharding.materialise(model, device)
     folder = weights_folder(recipe.model)
     if folder is None:

@@ -126,7 +126,7 @@ class KernelsConfig:
     for a seam that no module calls is an error.
 
     Attributes:
-        fused_moe: auto, torch, triton, fp8 or sonic; null: auto where the model has experts.
+        fused_moe: auto, torch, triton, fp8, fp8_wide_gradients or sonic; null: auto where the model has experts.
         causal_lm_loss: auto, linear or chunked; null: auto where the model has the seam.
         rms_norm: auto, compiled or quack; null: eager.
         rotary: compiled; null: eager.

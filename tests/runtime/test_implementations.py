@@ -28,7 +28,7 @@ SHIPPED = {
 
 
 def test_every_seam_has_its_implementation():
-    assert {"auto", "torch", "triton", "fp8", "sonic"} <= set(seams.implementations("fused_moe"))
+    assert {"auto", "torch", "triton", "fp8", "fp8_wide_gradients", "sonic"} <= set(seams.implementations("fused_moe"))
     assert {"auto", "linear", "chunked"} <= set(seams.implementations("causal_lm_loss"))
     for seam, name in SHIPPED.items():
         assert name in seams.implementations(seam)
@@ -101,5 +101,5 @@ def test_logits_come_back_in_evaluation_and_not_in_training(name: str, head: str
 
 def test_a_proof_in_fp32_compares_the_experts_that_do_not_round_to_fp8():
     """Their difference from upstream is of the size of FP8's rounding, whatever the model."""
-    assert seams.without_rounding("fused_moe", "fp8") == "triton"
+    assert {seams.without_rounding("fused_moe", name) for name in ("fp8", "fp8_wide_gradients")} == {"triton"}
     assert {seams.without_rounding("fused_moe", name) for name in ("auto", "torch", None)} == {"auto", "torch", None}

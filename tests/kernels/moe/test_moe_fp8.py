@@ -21,6 +21,7 @@ from patchgen.kernels.moe.fp8_values import (
     quantise_tokens,
     quantise_transposed,
     quantise_weight,
+    transpose_quantised,
     transpose_rows,
     transpose_tokens,
 )
@@ -53,10 +54,14 @@ def _conversions(monkeypatch):
         patch(monkeypatch)
 
 
-def referenced(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+BACKENDS = {"fp8": False, "fp8_wide_gradients": True}
+
+
+def referenced(case: Case, tensors: dict[str, Tensor], wide_gradients: bool) -> dict[str, Tensor]:
     """What `run` returns, by the reference."""
     leaves = {name: one.detach().clone().requires_grad_(one.is_floating_point()) for name, one in tensors.items()}
-    out = fp8_reference.fp8_reference(**leaves, gate=MoeOptions(**case.options()).gate)
+    gate = MoeOptions(**case.options()).gate
+    out = fp8_reference.fp8_reference(**leaves, gate=gate, wide_gradients=wide_gradients)
     out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out))
     gradients = {
         f"d_{name}": torch.zeros_like(leaves[name]) if leaves[name].grad is None else leaves[name].grad
@@ -67,11 +72,12 @@ def referenced(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.sampled(3)
-def test_the_kernels_round_where_the_reference_rounds(case: Case):
+def test_the_kernels_round_where_the_reference_rounds(case: Case, backend: str):
     """Far closer to it than one rounding of e4m3; a value on the border of two may fall to the other side."""
     tensors = case.tensors(DTYPE, DEVICE)
-    expected, found = referenced(case, tensors), run(case, tensors, "fp8")
+    expected, found = referenced(case, tensors, BACKENDS[backend]), run(case, tensors, backend)
     for name in expected:
         assert error(found[name], expected[name]) <= UNIT / (4 if on_gpu else 64), name
 
@@ -84,6 +90,19 @@ def test_the_layer_errs_by_the_rounding_of_its_factors():
     expected, found = run(case, exact, "reference"), run(case, tensors, "fp8")
     for name in expected:
         assert 0.25 * UNIT < error(found[name], expected[name]) < 1.5 * UNIT, name
+
+
+def test_wide_gradients_of_weights_err_by_what_comes_to_them_and_all_else_has_the_same_bits():
+    """What FP8 made comes to them, h and g, but none of their factors is rounded to it."""
+    case = Case("wide", num_tokens=24, num_experts=2, hidden_size=64, intermediate_size=32, routing="left_out")
+    tensors = case.tensors(DTYPE, DEVICE)
+    exact = {name: one.double() if one.is_floating_point() else one for name, one in tensors.items()}
+    expected, narrow = run(case, exact, "reference"), run(case, tensors, "fp8")
+    wide = run(case, tensors, "fp8_wide_gradients")
+    for name in ("out", "d_hidden_states", "d_top_k_weights"):
+        assert torch.equal(wide[name], narrow[name]), name
+    for name in ("d_gate_up_proj", "d_down_proj"):
+        assert error(wide[name], expected[name]) < 0.9 * error(narrow[name], expected[name]), name
 
 
 def test_tokens_of_all_magnitudes_err_alike():
@@ -138,8 +157,11 @@ def test_weights_are_quantised_by_row_and_transposed_by_expert(shape):
     transposed = quantise_transposed(weight, found.scales)
     largest = scales.amax(1)
     assert torch.equal(transposed.scales, largest[:, None].expand(-1, shape[2]))
-    expected = fp8_reference.rounded(weight.float() / largest[:, None, None])
+    expected = fp8_reference.rounded(values * (scales / largest[:, None])[..., None])
     assert torch.equal(transposed.values.float(), expected.transpose(1, 2))
+    again = transpose_quantised(found)
+    assert torch.equal(again.values.view(torch.uint8), transposed.values.view(torch.uint8))
+    assert torch.equal(again.scales, transposed.scales)
 
 
 def test_factors_of_weight_gradients_lose_no_digit_by_their_common_scale():
@@ -208,7 +230,7 @@ def test_the_operators_pass_torchs_own_checks():
     inputs = [tensors[name].requires_grad_(tensors[name].is_floating_point()) for name in names]
     torch.library.opcheck(
         torch.ops.patchgen.moe_fp8_forward.default,
-        (*inputs, "silu", 1.0, float("inf"), 0.0, False, tensors["top_k_index"].numel(), True),
+        (*inputs, "silu", 1.0, float("inf"), 0.0, False, False, tensors["top_k_index"].numel(), True),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 

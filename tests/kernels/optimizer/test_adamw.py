@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,9 @@ from hypothesis import strategies as some
 
 pytest.importorskip("triton")
 
+from interpreted_fp8 import patch
+
+from patchgen.kernels.moe.fp8_values import Quantised, quantise_weight
 from patchgen.kernels.optimizer.adamw import adamw_
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -62,6 +67,36 @@ def test_a_step_is_torchs_to_rounding(num, dtype, step, factor, seed):
         assert torch.equal(copy, parameter.bfloat16())
     else:  # the interpreter rounds in its own way
         assert bool(((copy.float() - parameter).abs() <= 2**-7 * parameter.abs() + 1e-30).all())
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 48), (1, 5, 1040), (3, 2, 16)])
+def test_rows_in_fp8_are_those_of_the_copy_and_all_else_is_as_without(shape, monkeypatch):
+    if DEVICE == "cpu":
+        patch(monkeypatch)
+    states = [state_of(2 * 3 * 5 * 1040, torch.bfloat16, 3) for _ in range(2)]
+    num = math.prod(shape)
+    found, expected = ([value[:num].view(shape).contiguous() for value in state] for state in states)
+    for state in (found, expected):
+        state[0][0, 0] *= 1e-4
+        state[0][-1, -1] *= 1e3
+    copies = [torch.full(shape, float("nan"), dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+    rows = Quantised(
+        torch.full(shape, float("nan"), device=DEVICE).to(torch.float8_e4m3fn),
+        torch.full(shape[:-1], float("nan"), device=DEVICE),
+    )
+    adamw_(*found, step=4, copy=copies[0], rows=rows, **OPTIONS)
+    adamw_(*expected, step=4, copy=copies[1], **OPTIONS)
+    for one, other in zip((*found, copies[0]), (*expected, copies[1]), strict=True):
+        assert torch.equal(one, other)
+    wanted = quantise_weight(copies[0])
+    assert torch.equal(rows.scales, wanted.scales)
+    assert torch.equal(rows.values.view(torch.uint8), wanted.values.view(torch.uint8))
+
+
+def test_rows_without_a_copy_are_refused():
+    rows = Quantised(torch.empty(1, 1, 16, dtype=torch.float8_e4m3fn, device=DEVICE), torch.empty(1, 1, device=DEVICE))
+    with pytest.raises(ValueError, match="no copy"):
+        adamw_(*(value.view(1, 1, 16) for value in state_of(16, torch.float32, 0)), step=1, rows=rows, **OPTIONS)
 
 
 def test_tensors_with_gaps_are_refused():

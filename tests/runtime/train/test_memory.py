@@ -23,6 +23,30 @@ def test_parameters_gradients_and_states_are_those_of_live_tensors():
     assert halves.parameters == pytest.approx(found.parameters / 2, rel=0.01)
 
 
+def test_experts_kept_in_fp8_are_counted():
+    """One form, which the optimizer writes; two with several micro-batches, none of weights that are gathered."""
+
+    def gathered(kernel: str, batches: int = 1, layout: ParallelConfig | None = None) -> int:
+        recipe = recipe_of(
+            kernels={"fused_moe": kernel},
+            train={"batches_per_step": batches},
+        )
+        built = model.build_on_meta(recipe)
+        found = memory.estimate(built, recipe, layout or ParallelConfig(), torch.bfloat16, fused_loss=True)
+        return found.gathered
+
+    built = model.build_on_meta(recipe_of())
+    experts = sum(p.numel() for p in built.parameters() if p.dim() == 3)
+    assert experts > 0
+    plain = gathered("triton")
+    assert gathered("fp8") == plain + experts
+    assert gathered("fp8", batches=4) == plain + 2 * experts
+    shards = ParallelConfig(dp_shard=2)
+    assert gathered("fp8", 4, layout=shards) == gathered("triton", 4, layout=shards)
+    by_experts = ParallelConfig(dp_shard=2, ep=2)
+    assert gathered("fp8", 4, layout=by_experts) == gathered("triton", 4, layout=by_experts) + experts
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_optimizer_states_are_as_large_as_those_of_a_live_optimizer(name):
     """Muon leaves embeddings, head, norms and stacked experts to AdamW, which keeps two states of each."""
