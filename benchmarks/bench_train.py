@@ -120,7 +120,7 @@ def ours(setting: Setting, state: ParallelState, mode: str, **options: Any) -> n
     checkpointing.apply(model, mode)
     options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     sharding.shard_model(model, state, options=sharding.ShardingOptions(**options))
-    if seams.selected()["fused_moe"] in FP8_EXPERTS:  # as a training run has it
+    if seams.selected()["fused_moe"] in FP8_EXPERTS and mode != "none":  # as a training run has it
         undivided.keep_fp8(model, transposed=False)
     return model
 

@@ -139,12 +139,10 @@ def _transposed_weight(weight: Tensor, row_scales: Tensor) -> Quantised:
     num_experts, rows, columns = weight.shape
     values = torch.empty(num_experts, columns, rows, dtype=DTYPE, device=weight.device)
     scales = row_scales.amax(1, keepdim=True).expand(num_experts, columns).contiguous()
-    is_quantised = weight.dtype == DTYPE
-    block, warps = (128, 4) if is_quantised else (64, 8)
-    grid = (triton.cdiv(columns, block), triton.cdiv(rows, block), num_experts)
+    grid = (triton.cdiv(columns, 128), triton.cdiv(rows, 128), num_experts)
     _transpose_weight[grid](
         weight, row_scales, values, scales,
-        N=rows, D=columns, BLOCK=block, IS_QUANTISED=is_quantised, num_warps=warps,
+        N=rows, D=columns, BLOCK=128, IS_QUANTISED=weight.dtype == DTYPE, num_warps=4,
     )  # fmt: skip
     return Quantised(values, scales)
 

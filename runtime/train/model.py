@@ -339,12 +339,17 @@ def sharding_options(section: ParallelSection, device: torch.device) -> sharding
 
 
 def kept_fp8_forms(recipe: Recipe, layout: ParallelConfig) -> int:
-    """How many forms of the experts' weights stay in FP8, of one byte per element: rows, which AdamW writes; with several
-    micro-batches what their backwards read, too. None where ranks gather the weights anew for each layer."""
+    """How many forms of the experts' weights stay in FP8, of one byte per element: those that a step reads more than once.
+
+    With several micro-batches both orientations, for a layer that is computed again that of its forward. None where ranks
+    gather the weights anew for each layer.
+    """
     is_held_whole = layout.ep_shard == 1 and layout.dp_replicate == 1
     if recipe.kernels.fused_moe not in FP8_EXPERTS or not is_held_whole:
         return 0
-    return 2 if recipe.train.batches_per_step > layout.num_batches else 1
+    if recipe.train.batches_per_step > layout.num_batches:
+        return 2
+    return int(recipe.parallel.activation_checkpointing != "none")
 
 
 def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> ShardedModel:

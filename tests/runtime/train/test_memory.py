@@ -24,12 +24,13 @@ def test_parameters_gradients_and_states_are_those_of_live_tensors():
 
 
 def test_experts_kept_in_fp8_are_counted():
-    """One form, which the optimizer writes; two with several micro-batches, none of weights that are gathered."""
+    """One form where layers are computed again, two with several micro-batches, none of weights that are gathered."""
 
-    def gathered(kernel: str, batches: int = 1, layout: ParallelConfig | None = None) -> int:
+    def gathered(kernel: str, batches: int = 1, mode: str = "none", layout: ParallelConfig | None = None) -> int:
         recipe = recipe_of(
             kernels={"fused_moe": kernel},
             train={"batches_per_step": batches},
+            parallel={"activation_checkpointing": mode, "param_dtype": "bfloat16"},
         )
         built = model.build_on_meta(recipe)
         found = memory.estimate(built, recipe, layout or ParallelConfig(), torch.bfloat16, fused_loss=True)
@@ -39,7 +40,8 @@ def test_experts_kept_in_fp8_are_counted():
     experts = sum(p.numel() for p in built.parameters() if p.dim() == 3)
     assert experts > 0
     plain = gathered("triton")
-    assert gathered("fp8") == plain + experts
+    assert gathered("fp8") == plain
+    assert gathered("fp8_wide_gradients", mode="full") == plain + experts
     assert gathered("fp8", batches=4) == plain + 2 * experts
     shards = ParallelConfig(dp_shard=2)
     assert gathered("fp8", 4, layout=shards) == gathered("triton", 4, layout=shards)
