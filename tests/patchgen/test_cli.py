@@ -138,14 +138,14 @@ def test_a_module_that_a_file_imports_whole_goes_along_with_it(tmp_path: Path):
 
 def test_all_refusals_of_a_file_are_told_at_once(tmp_path: Path):
     source, text = tmp_path / "modeling_own.py", upstream.load("qwen3_moe").text
-    text = text.replace("self.act_fn(gate) * up", "self.act_fn(gate) + up").replace(
+    text = text.replace("overall_loss = torch.sum(", "overall_loss = torch.mean(").replace(
         "loss = self.loss_function(", "loss = self.other("
     )
     source.write_text(text)
     (tmp_path / "configuration_qwen3_moe.py").write_text(configuration("qwen3_moe"))
     with pytest.raises(PassMismatch, match=r"passes refuse modeling_own\.py") as caught:
         invoke("generate", "--source", str(source), "--output", str(tmp_path / "out"))
-    for name in ("fused_experts", "fused_loss"):
+    for name in ("router_loss", "fused_loss"):
         assert f"The pass '{name}' missed" in str(caught.value) and f'"{name}": Expect(0' in str(caught.value)
     assert str(tmp_path / "patchgen_own.py") in str(caught.value)
 
