@@ -162,7 +162,8 @@ def test_every_pass_that_rewrites_a_site_has_a_mutation():
     """The lint reports and rewrites nothing; hand edits have a file of tests.
 
     What a release filters by itself, towers without input, and values that a collator may hand in are changed in
-    test_media_passes.py; heads asked for by name in passes/test_generic_heads.py.
+    test_media_passes.py; heads asked for by name in passes/test_generic_heads.py,
+    lists of experts in passes/test_stacked_experts.py.
     """
     assert {kind.name for kind in PASSES} - {case.target for case in (*ALL, *FORMULAS)} == {
         "attention_kwargs",
@@ -171,4 +172,5 @@ def test_every_pass_that_rewrites_a_site_has_a_mutation():
         "hand_edits",
         "host_sync_lint",
         "host_values",
+        "stacked_experts",
     }
