@@ -344,8 +344,7 @@ def kept_fp8_forms(recipe: Recipe, layout: ParallelConfig) -> int:
     With several micro-batches both orientations, for a layer that is computed again that of its forward. None where ranks
     gather the weights anew for each layer.
     """
-    is_held_whole = layout.ep_shard == 1 and layout.dp_replicate == 1
-    if recipe.kernels.fused_moe not in FP8_EXPERTS or not is_held_whole:
+    if recipe.kernels.fused_moe not in FP8_EXPERTS or layout.ep_shard * layout.dp_replicate > 1:
         return 0
     if recipe.train.batches_per_step > layout.num_batches:
         return 2
