@@ -42,7 +42,7 @@ def _triton(*arguments) -> Tensor:
 def _fp8(*arguments, wide_gradients: bool = False) -> Tensor:
     from patchgen.kernels.moe.fp8_backend import fused_moe_fp8  # loads Triton
 
-    return fused_moe_fp8(*arguments, wide_gradients=wide_gradients)
+    return fused_moe_fp8(*arguments, wide_gradients)  # pyright: ignore[reportCallIssue]  # arguments are the first eight
 
 
 def _auto(
