@@ -89,8 +89,9 @@ def require_lengths(recipe: Recipe, parts: setup.DataParts) -> None:
                 longs = [
                     _too_long(preparer, index, open_source(one), looked_at) for index, one in enumerate(config.sources)
                 ]
-            if all(longs):
-                where, reason = longs[0]
+            too_long = [long for long in longs if long is not None]
+            if len(too_long) == len(longs):
+                where, reason = too_long[0]
                 raise RecipeError(
                     f"{name}: no sample fits a batch: of the first {looked_at} of each source every one is longer than "
                     f"{name}.max_length or {name}.tokens_per_batch and would be skipped (first: {where}: {reason}). To fix: raise "

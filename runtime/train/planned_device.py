@@ -85,8 +85,8 @@ def plannable(recipe: Recipe, device: PlannedDevice) -> tuple[Recipe, list[str]]
         kernels = replace(kernels, **{name: None})
         unchecked.append(f"kernels.{name} = {kernel}")
     named = recipe.model.attention
-    is_name = isinstance(named, str) and named in BACKENDS
-    if device.kind == "cuda" and is_name and BACKENDS[named].unavailable() is not None:
+    backend = BACKENDS.get(named) if isinstance(named, str) else None
+    if device.kind == "cuda" and backend is not None and backend.unavailable() is not None:
         recipe = replace(recipe, model=replace(recipe.model, attention=None))
         unchecked.append(f"model.attention = {named}")
     if device.kind == "cuda" and recipe.train.cuda_graph and not torch.cuda.is_available():
