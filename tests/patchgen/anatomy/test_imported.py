@@ -8,7 +8,6 @@ from generation_cases import written
 from patchgen import source
 from patchgen.anatomy import study
 from patchgen.anatomy.imported import auto_classes_in, imported_code
-from patchgen.errors import PatchgenError
 from patchgen.upstream import open_release
 
 FILE = """
@@ -52,14 +51,6 @@ def test_classes_and_functions_of_models_with_those_who_use_them():
         "Part": (("First",), f"{HERE}.parts"),
         "Broken": (("First",), f"{HERE}.broken"),
     }
-
-
-def test_self_is_the_instance_in_what_is_used():
-    other = "class {}:\n    def run(self):\n        self = self.inner\n"
-    parts = "NOT_A_CLASS = 1\n{}class Part(Base): pass\n"
-    assert "Part" in found(**{"parts.py": parts.format(other.format("Other"))})
-    with pytest.raises(PatchgenError, match="Base.run .* gives the name `self` to something else"):
-        found(**{"parts.py": parts.format(other.format("Base"))})
 
 
 @pytest.mark.parametrize(

@@ -237,15 +237,6 @@ REFUSED = (
     ),
     Drift(
         FILE,
-        "Qwen3MoeExperts.forward",
-        "self.act_fn(gate) * up",
-        "self.act_fn(gate) * up + gate",
-        ("stacked_experts",),
-        PERSON,
-        "refused",
-    ),
-    Drift(
-        FILE,
         "Qwen3MoeForCausalLM.forward",
         "loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)",
         "loss = self.criterion(logits, labels)",
