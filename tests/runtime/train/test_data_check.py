@@ -179,7 +179,7 @@ def test_first_samples_are_counted_by_source(start, tmp_path):
 
 def test_a_dry_run_encodes_samples_or_says_that_it_did_not(start, tmp_path, monkeypatch, capsys):
     """It ended well with data of which no sample could be used."""
-    monkeypatch.setattr(preflight, "decide_trainable", lambda recipe: recipe)  # tested elsewhere
+    monkeypatch.setattr(preflight, "decide_trainable", lambda recipe, _world: recipe)  # tested elsewhere
     options = {"nodes": "1", "rdzv_endpoint": "", "fresh": False, "dry_run": True, "verbose": False}
     options |= {"processes": 1, "print_config": False, "script": None}
     (tmp_path / "rows.jsonl").write_text(json.dumps(GOOD["chat"]) + "\n")

@@ -149,11 +149,11 @@ def test_a_checkpoint_that_knows_nothing_is_told_once_and_trained(scaled_head, t
     tensors = load_file(file)
     tensors["lm_head.weight"] /= 100
     save_file(tensors, file, metadata={"format": "pt"})
-    choices.record("causal_lm_loss", "linear", torch.zeros(7, 11))  # as a proof in this process does
+    choices.record("causal_lm_loss", "chunked", torch.zeros(7, 11))  # as a proof in this process does
     assert trained(start, tmp_path / "run") is None
     told = capsys.readouterr().out
     assert told.count("are hardly better on these data") == 1
-    assert f"auto took chunked for [{V}, 32]" in told and "[11]" not in told  # the kernels of its own first step
+    assert f"auto took linear for [{V}, 32]" in told and "[11]" not in told  # the kernels of its own first step
     random = copy.deepcopy(start)
     random["model"]["weights"] = "random"
     assert trained(random, tmp_path / "random") is None

@@ -180,11 +180,12 @@ def test_memory_that_nobody_wrote_is_told_from_a_fault_of_ours():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_what_no_run_could_train_upstream_either_is_no_fault_of_ours():
+def test_a_step_that_no_run_could_take_upstream_either_is_told_as_one_that_was_not_observed():
     """Fused attention keeps its output for the backward, the formula does not: changed in place it ends in torch's error."""
     judge = Judge(upstream.load("llama"))
     made = "attn_output = attn_output.reshape(*input_shape, -1).contiguous()"
-    assert judge.verdict(edited(judge.origin.text, made, f"{made}; attn_output *= 1.25")).kind == EQUAL
+    found = judge.verdict(edited(judge.origin.text, made, f"{made}; attn_output *= 1.25"))
+    assert found.kind == TOLD and found.by == told.FACT and "could not be observed" in found.detail, found
 
 
 def test_what_float64_shows_to_be_rounding_is_equal():
