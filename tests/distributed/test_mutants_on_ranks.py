@@ -79,13 +79,6 @@ def test_documents_that_a_run_separates_are_separated(two_ranks):
     assert "computes each document in its own row" in verdict.left_out["2 ranks, sp 2, whole parameters"], verdict
 
 
-def test_what_upstream_cannot_train_under_the_attention_of_a_run_is_no_fault_of_ours(two_ranks, judge):
-    """A change in place of what torch's attention saved for its backward; eager attention saves a copy."""
-    in_place = subject(judge, f"{ATTENDED}; attn_output *= 1.25", old=ATTENDED)
-    verdict = mutants_on_ranks.verdict(two_ranks, in_place)
-    assert verdict.kind == mutants.TOLD and "could not be observed" in verdict.detail, verdict
-
-
 @pytest.mark.slow
 def test_a_mutant_that_needs_labels_is_not_run(two_ranks, judge):
     """The checks at the start of a run have none, and fail as upstream's own file does."""
