@@ -16,7 +16,6 @@ from patchgen.runtime.verify import mutants, mutants_on_ranks
 from patchgen.runtime.verify.mutants_on_ranks import Subject
 from patchgen.runtime.verify.ranks import CaseFailed, RankPool
 
-ATTENDED = "attn_output = attn_output.reshape(*input_shape, -1).contiguous()"
 RESIDUAL = "residual = hidden_states"
 PROJECTED = "hidden_states = self.norm(hidden_states)"
 
