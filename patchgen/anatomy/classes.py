@@ -92,34 +92,13 @@ def auto_builds(info: ClassInfo, resolve: Resolve) -> list[Build]:
                 continue
             config = arguments(call, ("config",)).get("config")
             base = base_name(config)
-            if config is not None and base in stored(method):  # `text_config = config.get_text_config()` above it
-                values = [] if base in parameter_names(method) else assigned_to(method, base) or []
-                if len(values) == 1:
-                    config = inlined(config, {base: values[0]})
-                elif base == "config" and _is_replaced(method, base, resolve):
-                    config = None  # the caller's config, or another one
+            values = [] if base in parameter_names(method) else assigned_to(method, base) or []
+            if config is not None and len(values) == 1:  # `text_config = config.get_text_config()` above it
+                config = inlined(config, {base: values[0]})
             source = ast.unparse(config) if config is not None else None
             code = ast.unparse(call)
             builds.append(Build(info.name, attribute, None, in_list, method.name, auto, source, code))
     return builds
-
-
-def _is_replaced(method: FunctionNode, parameter: str, resolve: Resolve) -> bool:
-    """Whether a method binds a parameter to more than itself and new instances of the class in its annotation."""
-    annotated = [arg for arg in walk(method.args) if isinstance(arg, ast.arg) and arg.arg == parameter]
-    classes = {resolve(node) for arg in annotated for node in walk(arg) if isinstance(node, ast.Name)} - {None}
-
-    def is_kept(value: ast.expr) -> bool:
-        match value:
-            case ast.IfExp(_, one, other) | ast.BoolOp(ast.Or(), [one, other]):
-                return is_kept(one) and is_kept(other)
-            case ast.Call(called):
-                return resolve(called) in classes
-            case _:
-                return isinstance(value, ast.Name) and value.id == parameter
-
-    values = assigned_to(method, parameter)
-    return values is None or not all(map(is_kept, values))
 
 
 CONSTRUCTORS = ("from_config", "_from_config")
@@ -134,15 +113,6 @@ def arguments(call: ast.Call, names: Sequence[str]) -> dict[str | None, ast.expr
 
 def all_arguments(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(keyword.value for keyword in call.keywords)]
-
-
-def handed_to(call: ast.Call, names: Sequence[str], parameter: str) -> ast.expr | None:
-    """The argument of a call for one of these parameters; `*args`, also for `**args`, if they may contain it; None if neither."""
-    spread = next((i for i, arg in enumerate(call.args) if isinstance(arg, ast.Starred)), len(call.args))
-    named = {keyword.arg: keyword.value for keyword in call.keywords}
-    given = dict(zip(names, call.args[:spread], strict=False)) | named
-    more = [*call.args[spread:], *(ast.Starred(k.value, ast.Load()) for k in call.keywords if k.arg is None)]
-    return given.get(parameter, next(iter(more), None))
 
 
 def linearised(name: str, bases: Mapping[str, Sequence[str]]) -> list[str]:
@@ -225,11 +195,6 @@ def parameter_names(function: FunctionNode) -> list[str]:
 def parameters(function: FunctionNode) -> set[str]:
     """All parameters of a function, `*args` and `**kwargs` included, self excluded."""
     return {arg.arg for arg in walk(function.args) if isinstance(arg, ast.arg)} - {"self"}
-
-
-def is_shadowed(function: FunctionNode, parameter: str) -> bool:
-    """Whether a lambda or a function inside has a parameter of the same name, so that a read of it may mean either."""
-    return [node.arg for node in walk(function) if isinstance(node, ast.arg)].count(parameter) > 1
 
 
 def defaults_of(function: FunctionNode) -> dict[str, ast.expr]:
@@ -324,10 +289,8 @@ def is_compound(node: ast.AST) -> bool:
 
 
 def is_setter(method: FunctionNode) -> bool:
-    """Whether a method is transformers' `set_output_embeddings(new)` and the like, which no code of the file names (see
-    `Names`): what callers hand in is not upstream's."""
-    is_named = vars(method).get("is_named", False)
-    return method.name.startswith("set_") and not is_named and "forward" not in called_names(method)
+    """Whether a method is transformers' `set_output_embeddings(new)` and the like: what callers hand in is not upstream's."""
+    return method.name.startswith("set_")
 
 
 def stores_of(info: ClassInfo, attribute: str) -> list[ast.expr | ast.stmt]:
