@@ -86,7 +86,14 @@ def test_a_head_whose_forward_nobody_reads_is_refused():
 def test_it_is_proven_eager_and_as_a_run_computes(folder, head):
     found, proof = judge(folder, head=head, implementations=())
     assert (found.status, found.reason) == (verdict.PROVEN, "")
-    assert {case.name for case in proof.cases} == {"plain", "padded", "packed", "other caller", "large weights", "bf16"}
+    assert {case.name for case in proof.cases} == {
+        "plain",
+        "padded",
+        "packed",
+        "other caller",
+        "large weights",
+        "bf16",
+    }
     assert {"packed", "leak", "padded left"} <= {check.name for check in proof.training.checks}
 
 
