@@ -92,13 +92,34 @@ def auto_builds(info: ClassInfo, resolve: Resolve) -> list[Build]:
                 continue
             config = arguments(call, ("config",)).get("config")
             base = base_name(config)
-            values = [] if base in parameter_names(method) else assigned_to(method, base) or []
-            if config is not None and len(values) == 1:  # `text_config = config.get_text_config()` above it
-                config = inlined(config, {base: values[0]})
+            if config is not None and base in stored(method):  # `text_config = config.get_text_config()` above it
+                values = [] if base in parameter_names(method) else assigned_to(method, base) or []
+                if len(values) == 1:
+                    config = inlined(config, {base: values[0]})
+                elif base == "config" and _is_replaced(method, base, resolve):
+                    config = None  # the caller's config, or another one
             source = ast.unparse(config) if config is not None else None
             code = ast.unparse(call)
             builds.append(Build(info.name, attribute, None, in_list, method.name, auto, source, code))
     return builds
+
+
+def _is_replaced(method: FunctionNode, parameter: str, resolve: Resolve) -> bool:
+    """Whether a method binds a parameter to more than itself and new instances of the class in its annotation."""
+    annotated = [arg for arg in walk(method.args) if isinstance(arg, ast.arg) and arg.arg == parameter]
+    classes = {resolve(node) for arg in annotated for node in walk(arg) if isinstance(node, ast.Name)} - {None}
+
+    def is_kept(value: ast.expr) -> bool:
+        match value:
+            case ast.IfExp(_, one, other) | ast.BoolOp(ast.Or(), [one, other]):
+                return is_kept(one) and is_kept(other)
+            case ast.Call(called):
+                return resolve(called) in classes
+            case _:
+                return isinstance(value, ast.Name) and value.id == parameter
+
+    values = assigned_to(method, parameter)
+    return values is None or not all(map(is_kept, values))
 
 
 CONSTRUCTORS = ("from_config", "_from_config")
@@ -288,21 +309,16 @@ def is_compound(node: ast.AST) -> bool:
     return isinstance(node, ast.Match) or (isinstance(node, ast.stmt) and hasattr(node, "body"))
 
 
-def is_setter(method: FunctionNode) -> bool:
-    """Whether a method is transformers' `set_output_embeddings(new)` and the like: what callers hand in is not upstream's."""
-    return method.name.startswith("set_")
-
-
 def stores_of(info: ClassInfo, attribute: str) -> list[ast.expr | ast.stmt]:
     """Every value that a method of the class assigns to `self.<attribute>`: both of `a if c else b`; the statement where the
-    assignment is not a plain one. Setters are ignored."""
+    assignment is not a plain one. Setters, such as transformers' `set_output_embeddings(new)`, are ignored."""
     values: list[ast.expr | ast.stmt] = []
     for method in info.methods.values():
-        for statement in walk(method):
+        for statement in walk(method) if not method.name.startswith("set_") else ():
             if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign) or statement.value is None:
                 continue
             is_stored = any(own_attribute(node) == attribute for t in targets(statement) for node in walk(t))
-            if is_stored and not is_setter(method):
+            if is_stored:
                 direct = next((value for name, value in _self_assignments(statement) if name == attribute), statement)
                 values += [direct.body, direct.orelse] if isinstance(direct, ast.IfExp) else [direct]
     return values

@@ -17,10 +17,7 @@ GETTER = "get_output_embeddings"  # transformers' method of every model
 
 
 def uses_projection(anatomy: Anatomy, owner: str, forward: FunctionNode) -> bool:
-    """Whether a forward, or a method of class `owner` that it uses, uses a linear layer with `vocab_size` output features.
-
-    Any use counts, not only a call: passes read what is done with the layer, and may refuse it.
-    """
+    """Whether a forward, or a method of class `owner` that it uses, uses a linear layer with `vocab_size` output features."""
     code = with_methods(anatomy, owner, forward)
     used = attributes_read(*code)
     everything = {name for info in anatomy.lineage(owner) for name in info.attributes}

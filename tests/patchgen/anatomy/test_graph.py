@@ -214,11 +214,31 @@ def test_a_part_without_annotation_has_the_config_of_the_model_that_builds_it(bu
 
 
 @pytest.mark.parametrize(
+    ("code", "target"),
+    [
+        ("pass", "TextModel"),
+        ("config = config.other_config", None),
+        ("config = copy.deepcopy(config)", None),
+        ("self.first = AutoModel.from_config(config.text_config)\n        config = config.vision_config", None),
+    ],
+)
+def test_a_config_that_the_init_replaces_does_not_say_what_is_built(code: str, target: str | None):
+    model = f"class Model(PreTrainedModel):\n    config: Config\n    def __init__(self, config):\n        {code}\n"
+    model += "        self.text = AutoModel.from_config(config.text_config)\n        self.part = Part(config)\n"
+    anatomy = anatomy_of(f"import copy\n{PART[: PART.index('class Model')]}{model}", configs=CONFIGS)
+    assert [anatomy.target_of(b) for b in anatomy.auto_builds("Model") if b.attribute == "text"] == [target]
+
+
+@pytest.mark.parametrize(
     ("made", "target"),
     [
         ("Config()", "TextModel"),
         ("Config() if config is None else config", "TextModel"),
         ("config or Config()", "TextModel"),
+        ("OtherConfig()", None),
+        ("OtherConfig() if config is None else config", None),
+        ("config or OtherConfig()", None),
+        ("config or config.text_config", None),
     ],
 )
 def test_a_new_config_of_the_annotated_class_says_the_same(made: str, target: str | None):
