@@ -13,7 +13,6 @@ from patchgen import pipeline
 from patchgen.commands import generation
 from patchgen.runtime import registry
 from patchgen.runtime.verify import media_ranks, verdict
-from patchgen.runtime.verify.ranks import RankPool
 from patchgen.runtime.verify.verify_model import verify_model
 from patchgen.upstream import load
 
@@ -57,13 +56,6 @@ def generated_from(code: Path) -> registry.GeneratedModel:
     generation.generate(["list_moe"], False, None, code, code.parent / "generated", dry_run=False, force=False)
     found = registry.read_model(code.parent / "generated" / "list_moe")
     return replace(found, source=found.find_source(code))
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.slow  # ten proofs of small models

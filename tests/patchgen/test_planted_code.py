@@ -70,13 +70,6 @@ MORE = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("plant", (*PLANTS, *MORE), ids=[one.title for one in (*PLANTS, *MORE)])
 @pytest.mark.sampled(len(PLANTS) + len(MORE))
 def test_what_mixes_tokens_is_told_however_it_is_reached(plant: SourceChange, two_ranks: RankPool):

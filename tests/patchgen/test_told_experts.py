@@ -55,13 +55,6 @@ LATER = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize(
     "change", [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in LATER)], ids=lambda one: one.title
 )

@@ -64,13 +64,6 @@ LATER = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("change", QUICK, ids=lambda change: change.title)
 def test_what_one_process_shows_of_a_head_is_told(change: SourceChange):
     found = judged(change)

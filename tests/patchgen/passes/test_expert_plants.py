@@ -11,7 +11,6 @@ from outside_forms import Form
 from test_outside_forms import generated_from
 
 from patchgen.runtime.verify import told, verdict
-from patchgen.runtime.verify.ranks import RankPool
 from patchgen.runtime.verify.verify_model import verify_model
 
 ACT = "self.act_fn = ACT2FN[config.hidden_act]\n\n    def forward(\n"  # of the experts of qwen3_moe
@@ -30,13 +29,6 @@ READ_ELSEWHERE = (
     CALLED,
     f"{CALLED}        final_hidden_states = final_hidden_states + self.experts.down_proj.square().mean()\n",
 )
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("case", STACKED)

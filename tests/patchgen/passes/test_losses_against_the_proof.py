@@ -15,13 +15,6 @@ NOT_WRITTEN = {"labels moved by the logits", "an argument made of the logits"}
 """The head becomes a function, and the seam stands above the logits."""
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=case.title, marks=() if case.title in FAST else pytest.mark.slow) for case in ALL],

@@ -1,9 +1,11 @@
-"""Comparisons of one process follow each other with one reference: what one is told does not reach the next."""
+"""Comparisons of one process follow each other with one reference, and say what of a difference is rounding."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
+import torch
 from torch import nn
 
 from patchgen.runtime import model_calls
@@ -35,3 +37,15 @@ def test_separate_documents_of_one_comparison_are_not_those_of_the_next(monkeypa
     media_ranks.compare_all_cases("a", "Head", sp=1, ep=1, separates=True)
     media_ranks.compare("a", "Head", "text", sp=1, fsdp=False)
     assert separated == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("of_zero", "of_small", "agrees"), [(1e-8, 1e-9, True), (1e-6, 0.0, False), (0.0, 1e-7, False)]
+)
+def test_sums_that_cancel_may_be_off_by_one_rounding_error_of_the_largest_gradient(of_zero, of_small, agrees):
+    """The loss and its gradients depend on no weight, so perturbed weights excuse nothing."""
+    expected = {"largest": torch.ones(2), "zero": torch.zeros(2), "small": torch.full((2,), 1e-5)}
+    off = {"largest": 0.0, "zero": of_zero, "small": of_small}
+    actual = {name: gradient + off[name] for name, gradient in expected.items()}
+    row = media_ranks.compare_steps(nn.Linear(1, 1), lambda _model: (1.0, expected), (1.0, actual), floor=1e-4)
+    assert ("reason" not in row) is agrees, row
