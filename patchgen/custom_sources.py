@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from patchgen.anatomy.classes import calls, dotted
-from patchgen.errors import ConfigError, PassMismatch, UpstreamNotFound
+from patchgen.errors import ConfigError, PassMismatch
 from patchgen.model_configs import ModelConfig, shown_file
-from patchgen.source import Module, bound_names
-from patchgen.upstream import Release, Upstream, open_release
+from patchgen.source import Module
+from patchgen.upstream import Upstream
 
 
 def combined_refusal(upstream: Upstream, config: ModelConfig, refusals: Sequence[PassMismatch]) -> PassMismatch:
@@ -41,7 +40,7 @@ def config_path(upstream: Upstream) -> str:
 
 def check_imports(module: Module, upstream: Upstream) -> None:
     """Raises ConfigError if the generated form of a file on disk would import, at its top level, modules that are not beside
-    it, or names that the installed transformers does not have."""
+    it."""
     if upstream.version is not None or upstream.module.startswith("transformers."):
         return
     package_prefix = f"{upstream.package}."
@@ -53,35 +52,6 @@ def check_imports(module: Module, upstream: Upstream) -> None:
         modules += [name.removeprefix(package_prefix).split(".")[0]] if name.startswith(package_prefix) else []
         absent = [f"{module_name}.py" for module_name in modules if f"{module_name}.py" not in upstream.siblings]
         missing += [f"{file}, which it imports: put the file beside {upstream.origin}" for file in absent]
-        if name.split(".")[0] == "transformers" and not statement.level:
-            missing += _not_in_transformers(name, [alias.name for alias in statement.names])
     if missing:
         listed = "".join(f"\n  {message}" for message in dict.fromkeys(missing))
         raise ConfigError(f"{upstream.given or upstream.origin} imports what does not exist:{listed}")
-
-
-def _not_in_transformers(module: str, names: Sequence[str]) -> Iterator[str]:
-    """A message for each imported name that the installed transformers does not have; none if that cannot be known."""
-    try:
-        release = open_release()
-    except UpstreamNotFound:
-        return
-    if module == "transformers":
-        return  # a lazy module: its text does not list its names
-    path = "/".join(module.split(".")[1:])
-    text = next((t for t in (release.read(f"{path}.py"), release.read(f"{path}/__init__.py")) if t is not None), None)
-    if text is None:
-        yield f"{module}: {release.origin} has no such module; remove its import from the file"
-        return
-    tree = ast.parse(text)
-    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    if "__getattr__" in functions or any(dotted(call.func) == "_LazyModule" for call in calls(tree)):
-        return  # another lazy module
-    known = {name for node in ast.walk(tree) if isinstance(node, ast.stmt) for name in bound_names(node)}
-    for name in names:
-        if "*" not in known and name not in known and not _is_module(release, f"{path}/{name}"):
-            yield f"{module}.{name}: {release.origin} has no such name; remove it from the file, or define it there"
-
-
-def _is_module(release: Release, path: str) -> bool:
-    return any(release.read(file) is not None for file in (f"{path}.py", f"{path}/__init__.py"))

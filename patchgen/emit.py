@@ -236,12 +236,6 @@ def diff(
     return "".join(parts)
 
 
-def text_diff(before: str, after: str) -> str:
-    """A plain unified diff of two texts."""
-    left, right = before.splitlines(keepends=True), after.splitlines(keepends=True)
-    return "".join(difflib.unified_diff(left, right, "before", "after"))
-
-
 def changed_lines(diff_text: str) -> int:
     """The number of added and removed lines of a unified diff."""
     lines = diff_text.splitlines()

@@ -136,15 +136,6 @@ def all_arguments(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
-def handed_to(call: ast.Call, names: Sequence[str], parameter: str) -> ast.expr | None:
-    """The argument of a call for one of these parameters; `*args`, also for `**args`, if they may contain it; None if neither."""
-    spread = next((i for i, arg in enumerate(call.args) if isinstance(arg, ast.Starred)), len(call.args))
-    named = {keyword.arg: keyword.value for keyword in call.keywords}
-    given = dict(zip(names, call.args[:spread], strict=False)) | named
-    more = [*call.args[spread:], *(ast.Starred(k.value, ast.Load()) for k in call.keywords if k.arg is None)]
-    return given.get(parameter, next(iter(more), None))
-
-
 def linearised(name: str, bases: Mapping[str, Sequence[str]]) -> list[str]:
     """A class and its ancestors among those whose bases are given, in the order in which Python looks members up (C3).
 
@@ -225,11 +216,6 @@ def parameter_names(function: FunctionNode) -> list[str]:
 def parameters(function: FunctionNode) -> set[str]:
     """All parameters of a function, `*args` and `**kwargs` included, self excluded."""
     return {arg.arg for arg in walk(function.args) if isinstance(arg, ast.arg)} - {"self"}
-
-
-def is_shadowed(function: FunctionNode, parameter: str) -> bool:
-    """Whether a lambda or a function inside has a parameter of the same name, so that a read of it may mean either."""
-    return [node.arg for node in walk(function) if isinstance(node, ast.arg)].count(parameter) > 1
 
 
 def defaults_of(function: FunctionNode) -> dict[str, ast.expr]:
@@ -323,23 +309,16 @@ def is_compound(node: ast.AST) -> bool:
     return isinstance(node, ast.Match) or (isinstance(node, ast.stmt) and hasattr(node, "body"))
 
 
-def is_setter(method: FunctionNode) -> bool:
-    """Whether a method is transformers' `set_output_embeddings(new)` and the like, which no code of the file names (see
-    `Names`): what callers hand in is not upstream's."""
-    is_named = vars(method).get("is_named", False)
-    return method.name.startswith("set_") and not is_named and "forward" not in called_names(method)
-
-
 def stores_of(info: ClassInfo, attribute: str) -> list[ast.expr | ast.stmt]:
     """Every value that a method of the class assigns to `self.<attribute>`: both of `a if c else b`; the statement where the
-    assignment is not a plain one. Setters are ignored."""
+    assignment is not a plain one. Setters, such as transformers' `set_output_embeddings(new)`, are ignored."""
     values: list[ast.expr | ast.stmt] = []
     for method in info.methods.values():
-        for statement in walk(method):
+        for statement in walk(method) if not method.name.startswith("set_") else ():
             if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign) or statement.value is None:
                 continue
             is_stored = any(own_attribute(node) == attribute for t in targets(statement) for node in walk(t))
-            if is_stored and not is_setter(method):
+            if is_stored:
                 direct = next((value for name, value in _self_assignments(statement) if name == attribute), statement)
                 values += [direct.body, direct.orelse] if isinstance(direct, ast.IfExp) else [direct]
     return values

@@ -7,22 +7,18 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from patchgen.anatomy.assignments import value_pairs
 from patchgen.anatomy.classes import (
     FunctionNode,
     arguments,
-    base_name,
-    calls,
-    is_in_place,
     loaded,
     own_attribute,
     parameter_names,
     stored,
     walk,
 )
-from patchgen.anatomy.flow import LINEAR, NONE, Flow, Marks, handed
+from patchgen.anatomy.flow import LINEAR, NONE, Flow, Marks, Sources, handed
 from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.known import POINTWISE, buffers
+from patchgen.anatomy.known import POINTWISE, made_buffers
 
 TABLE = "torch.nn.Embedding"
 GETTER = "get_input_embeddings"  # transformers' method of every model
@@ -116,7 +112,7 @@ class Counts(Flow):
         self.kept: dict[str, Marks] = {}  # attribute -> the marks of what the methods run so far set it to
 
     def attribute(self, name: str) -> Marks:
-        if name not in buffers(self.anatomy, self.owner):
+        if name not in dict(made_buffers(self.anatomy, self.owner)):
             return NONE
         maker = Counts(self.anatomy, self.owner, self._running)
         for info in reversed([*self.anatomy.lineage(self.owner)]):  # a class sets its own values last
@@ -151,34 +147,17 @@ class Counts(Flow):
         self.found |= self.anatomy.is_a(table, TABLE) and self.COUNTED in NONE.union(*operands)
 
 
-def entered(names: Sequence[str], method: str, statements: Sequence[ast.stmt]) -> list[str]:
+def entered(
+    anatomy: Anatomy, owner: str, names: Sequence[str], method: str, statements: Sequence[ast.stmt]
+) -> list[str]:
     """Those of these names that the features from `self.<method>` may be put into: the names that the statements, from the
-    call on, read; of several, those that a statement changes or rebinds from both their old value and the features."""
-    changes = [(bound, node) for statement in statements for node in walk(statement) if (bound := _changed(node))]
-    read = {*loaded(*statements), *(n for bound, node in changes if isinstance(node, ast.AugAssign) for n in bound)}
+    call on, read; of several, those that hold features below them."""
+    read = {*loaded(*statements)}
     read_names = [name for name in names if name in read]
     if len(read_names) < 2:
         return read_names
-    features: set[str] = set()
-
-    def reads_features(node: ast.AST, name: str = "") -> bool:
-        is_called = any(own_attribute(call.func) == method for call in calls(node))
-        return is_called or bool(features - {name} & {*loaded(node)})
-
-    for _ in changes:  # enough rounds for any chain of assignments
-        features |= {name for bound, node in changes if reads_features(node) for name in bound}
-    adding = [(name, node) for bound, node in changes for name in bound if reads_features(node, name)]
-    into = {name for name, node in adding if isinstance(node, ast.AugAssign) or name in loaded(node)}
-    return [name for name in read_names if name in into]
-
-
-def _changed(node: ast.AST) -> set[str]:
-    """The names that an assignment, a loop or an in-place operation binds or changes."""
-    changed = {base_name(target) for target, _ in value_pairs(node)}
-    match node:
-        case ast.Expr(ast.Call(function)) if is_in_place(function):
-            changed.add(base_name(function))
-    return changed - {""}
+    holding = Sources(anatomy, owner, method).names(statements)
+    return [name for name in read_names if name in holding]
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:

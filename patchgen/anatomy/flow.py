@@ -12,7 +12,6 @@ import ast
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from patchgen.anatomy import known
 from patchgen.anatomy.classes import (
     FunctionNode,
     all_arguments,
@@ -26,6 +25,7 @@ from patchgen.anatomy.classes import (
     targets,
     walk,
 )
+from patchgen.anatomy.known import made_buffers
 
 if TYPE_CHECKING:
     from patchgen.anatomy.graph import Anatomy
@@ -202,6 +202,33 @@ def _joined(parts: Iterable[Marks]) -> Marks:
     return NONE.union(*parts)
 
 
+class Sources(Flow):
+    """Finds the names that hold what is computed from others, or from the result of a method of the class."""
+
+    MADE: Marks = frozenset({"made"})
+
+    def __init__(self, anatomy: Anatomy, owner: str, method: str = "") -> None:
+        super().__init__(anatomy, owner)
+        self._method = method
+
+    def names(self, statements: Iterable[ast.stmt], given: Iterable[str] = ()) -> set[str]:
+        """The names that hold such values below the statements; `given` hold them above."""
+        self.values = dict.fromkeys(given, self.MADE)
+        self._statements(statements)
+        return {name for name, marks in self.values.items() if marks & self.MADE}
+
+    def value(self, node: ast.AST | None) -> Marks:
+        match node:
+            case ast.Attribute(_, "device" | "dtype") | ast.Compare(ops=[ast.Is() | ast.IsNot()]):
+                return NONE
+        return super().value(node)
+
+    def _call(self, call: ast.Call) -> Marks:
+        is_made = self._method and own_attribute(call.func) == self._method
+        given = map(self.value, all_arguments(call))  # of a method of the file, too: by its branches, if not by its result
+        return super()._call(call).union(self.MADE if is_made else NONE, *given)
+
+
 class Attention(Flow):
     """Finds softmax(q k) v: computed matrices are multiplied, and then the softmax of their product with a third."""
 
@@ -251,7 +278,7 @@ class Rotary(Flow):
 
     def __init__(self, anatomy: Anatomy, owner: str) -> None:
         super().__init__(anatomy, owner)
-        buffers = [*known.made_buffers(anatomy, owner)]
+        buffers = [*made_buffers(anatomy, owner)]
         self._buffers, self._has_buffers = {name for name, _ in buffers}, bool(buffers)
         read = {*loaded(*(value for _, given in buffers for value in given.values()))} - {"self", "config"}
         nodes = (node for info in anatomy.lineage(owner) for node in walk(info.node))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import fnmatch
 import functools
 import re
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -15,21 +14,22 @@ from patchgen.anatomy.classes import (
     Build,
     ClassInfo,
     FunctionNode,
+    arguments,
     auto_builds,
     calls,
+    constructed,
     describe,
-    is_setter,
     linearised,
     loaded,
     mentions,
     own_attribute,
+    parameter_names,
     plain_assignments,
     stores_of,
     walk,
 )
-from patchgen.anatomy.constructions import Constructions
 from patchgen.anatomy.names import Names
-from patchgen.anatomy.stores import ANY, Store, stores_in, stores_of_class
+from patchgen.anatomy.roles import assign_class_roles, assign_roles
 from patchgen.source import Module
 from patchgen.upstream import AUTO_CLASS_MAPPINGS, SubConfig, Upstream
 
@@ -88,8 +88,6 @@ class Anatomy:
 
         Line numbers in the new class are 0: upstream has none for it. Upstream's own methods keep their nodes and lines.
         """
-        from patchgen.anatomy.roles import assign_class_roles
-
         node = copy.deepcopy(module.block(name).node)
         assert isinstance(node, ast.ClassDef)
         for child in walk(node):
@@ -105,8 +103,6 @@ class Anatomy:
             if isinstance(now, ast.ClassDef) and mentions(now, name):
                 changed = describe(now, set(self.classes), self.names.resolve)
                 info.attributes, info.builds = changed.attributes, changed.builds
-        for computed in ("constructions", "_stores"):
-            vars(self).pop(computed, None)
         assign_class_roles(self, self.classes[name])
 
     def method(self, name: str, method: str) -> tuple[ClassInfo, FunctionNode] | None:
@@ -127,17 +123,14 @@ class Anatomy:
         return next((info.attributes[attribute] for info in self.lineage(name) if attribute in info.attributes), None)
 
     def held(self, owner: str, attribute: str) -> tuple[ast.expr | ast.stmt, ...]:
-        """All that `self.<attribute>` may be in an instance of the class: its method, or the values assigned to it.
+        """What `self.<attribute>` is in an instance of the class: its method, or the values that methods assign to it.
 
-        Subclasses count: their instances run the class's code too. Empty where the source does not tell: there is nothing of
-        that name, a method and a value, or a store through another object, a call or a computed name (see `stores`).
+        Subclasses count: their instances run the class's code too. Empty where there is nothing of that name, or both.
         """
         family = self.family(owner)
         methods = [info.methods[attribute] for info in family if attribute in info.methods]
         values = [value for info in family for value in stores_of(info, attribute)]
-        if self.is_stored_outside(attribute, [info.name for info in family]) or (methods and values):
-            return ()
-        return tuple(methods or values)
+        return () if methods and values else tuple(methods or values)
 
     def below(self, owner: str) -> list[str]:
         """The class and its subclasses in the file."""
@@ -148,28 +141,6 @@ class Anatomy:
         """The classes whose code instances of the class or of its subclasses run."""
         infos = {info.name: info for name in self.below(owner) for info in self.lineage(name)}
         return list(infos.values())
-
-    def handed(self, owner: str, value: ast.AST) -> tuple[ast.expr | ast.stmt, ...]:
-        """The values of a parameter of an `__init__`, or of an attribute of one, by `Constructions.handed`."""
-        return self.constructions.handed(owner, value)
-
-    @functools.cached_property
-    def constructions(self) -> Constructions:
-        """Where the file builds its classes."""
-        return Constructions(self)
-
-    @functools.cached_property
-    def _stores(self) -> frozenset[Store]:
-        inside = [store for info in self.classes.values() for store in stores_of_class(info, self.names)]
-        code = [n for n in self.names.outside_classes if not (isinstance(n, FunctionNode) and is_setter(n))]
-        return frozenset([*inside, *(store for node in code for store in stores_in(node, "", self.names))])
-
-    def is_stored_outside(self, attribute: str, family: Iterable[str] = ()) -> bool:
-        """Whether code of the file may set the attribute, of an instance of these classes or of an object of unknown class,
-        other than by `self.<attribute> = ...` in a method (see `stores`)."""
-        owners = {"", *family}
-        names = {name for owner, name in self._stores if owner in owners}
-        return attribute in names or any(fnmatch.fnmatchcase(attribute, name) for name in names if ANY in name)
 
     def builds(self, name: str) -> list[Build]:
         """What the `__init__` of the class constructs, its own or the one it inherits."""
@@ -279,9 +250,13 @@ class Anatomy:
     def _handed_config(self, owner: str) -> str | None:
         """The configuration class of the models that build the class with their own config; None if there is not exactly one."""
         init = self.method(owner, "__init__")
-        is_whole = self.constructions.is_whole_config
-        pairs = self.constructions.given(init[1], "config", [owner]) if init else ()
-        config_classes = {self.config_of(place.owner) if is_whole(place, given) else None for place, given in pairs}
+        names = parameter_names(init[1]) if init else []
+        built = [
+            (i, c) for i in self.classes.values() for c in calls(i.node) if self.names.here(constructed(c)) == owner
+        ]
+        given = [(info, arguments(call, names).get("config")) for info, call in built]
+        whole = [value is not None and ast.unparse(value) in ("config", "self.config") for _, value in given]
+        config_classes = {self.config_of(i.name) if own else None for (i, _), own in zip(given, whole, strict=True)}
         return config_classes.pop() if len(config_classes) == 1 else None
 
     def _sub_config_of(self, owner: str, expression: str) -> SubConfig | None:
@@ -314,8 +289,6 @@ def _annotated_configs(info: ClassInfo) -> Iterator[str]:
 
 def study(module: Module, upstream: Upstream) -> Anatomy:
     """Reads the classes of a module, their roles and which class builds which."""
-    from patchgen.anatomy.roles import assign_roles
-
     nodes = ast.parse(module.text).body  # of the whole file, so that nodes know their lines
     anatomy = Anatomy(upstream, names=Names(nodes, upstream.base_of), tables=plain_assignments(nodes))
     local = {node.name for node in nodes if isinstance(node, ast.ClassDef)}

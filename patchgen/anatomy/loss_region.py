@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
-from patchgen.anatomy.assignments import values_in
 from patchgen.anatomy.classes import FunctionNode, arguments, calls, loaded, own_attribute, stored, walk
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.library_losses import library_form
@@ -86,12 +85,7 @@ def find_region(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anat
     between = [node for node in body[start + 1 : end] if not _is_unset(node, call.loss)]
     inside = [node for i, node in enumerate(between) if _makes(node, logits, between[i + 1 :])]
     outside = [node for node in between if node not in inside]
-    kept = [*body[:start], *outside, *body[end:]]
-    if lost := (set(stored(first, *inside)) - {logits}) & {call.labels, *loaded(*kept)}:
-        raise Missed(
-            f"logits made without a new value of {', '.join(sorted(lost))}, which other code reads", code(first)
-        )
-    if call.function == LIBRARY_LOSS and not _reads(anatomy, body[:end], call.labels):
+    if call.function == LIBRARY_LOSS and not _reads(body[:end], call.labels):
         call = replace(call, form=library_form(owner, anatomy))
     return LossRegion(end, call, first, from_parameter, inside, outside, code(projected), module, source)
 
@@ -142,7 +136,7 @@ def _own_call(own: OwnLoss, above: Sequence[ast.stmt], forward: FunctionNode, an
     rest, form = [f"vocab_size={own.vocab_size}"], own.form
     rest += [f"attention_mask={own.mask}"] if own.mask else []
     rest += ["upcast=True"] if own.upcast else []
-    if form == ALIGNED and _reads(anatomy, above, own.labels):
+    if form == ALIGNED and _reads(above, own.labels):
         form = ""
         rest.append(f"shift_labels={own.labels}")  # the decoder's inputs are made from them, so they are its targets
     elif forward.args.kwarg:
@@ -150,9 +144,19 @@ def _own_call(own: OwnLoss, above: Sequence[ast.stmt], forward: FunctionNode, an
     return LossCall(f"ops.{own.form}_cross_entropy", form, own.loss, own.logits, own.labels, rest)
 
 
-def _reads(anatomy: Anatomy, body: Sequence[ast.stmt], name: str) -> bool:
-    """Whether statements read the value of a name, rather than only its shape or whether it is None."""
-    return name in values_in(anatomy.names, *body)
+def _reads(body: Sequence[ast.AST], name: str) -> bool:
+    """Whether code reads the value of a name, rather than only its shape or whether it is None."""
+    for node in body:
+        match node:
+            case ast.Attribute(attr="device" | "dtype" | "shape") | ast.Call(ast.Attribute(attr="size" | "dim")):
+                continue
+            case ast.Compare(ops=[ast.Is() | ast.IsNot()]):
+                continue
+            case ast.Name(known) if known == name:
+                return True
+        if _reads([*ast.iter_child_nodes(node)], name):
+            return True
+    return False
 
 
 def _made_elsewhere(value: ast.expr, above: Sequence[ast.stmt]) -> tuple[str, ast.expr] | None:

@@ -6,13 +6,10 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
-import re
 from collections.abc import Callable, Container, Iterator, Sequence
 
 from patchgen.anatomy.classes import (
     FunctionNode,
-    assigned_to,
-    base_name,
     calls,
     mentions,
     own_attribute,
@@ -22,18 +19,13 @@ from patchgen.anatomy.classes import (
 from patchgen.source import bound_names
 
 CONFIG = "config"  # transformers' name for the parameter, and the attribute of models, that is a configuration
-CONFIG_CLASS = re.compile("Config$")  # as in `AutoConfig`
-COPIES = ("copy.copy", "copy.deepcopy")
 
 
 def is_of_config(value: ast.AST) -> bool:
-    """Whether an expression is `config`, `self.config` or part of one: by transformers' contract no tensor.
-
-    False for a name `config` of the module, or one that the enclosing function binds to something else.
-    """
+    """Whether an expression is `config`, `self.config` or part of one: by transformers' contract no tensor."""
     match value:
         case ast.Name(name):
-            return name == CONFIG and vars(value).get("is_config", True)
+            return name == CONFIG
         case ast.Attribute(ast.Name("self"), name):
             return name == CONFIG
         case ast.Attribute(part) | ast.Subscript(part) | ast.Call(ast.Attribute(part, "get_text_config")):
@@ -45,51 +37,26 @@ class Names:
     """The module-level names of one file; its relative imports start from the packages that `base_of` says (`Upstream.base_of`).
 
     Attributes:
-        functions: name -> module-level function, in the branches of an `if` or `try` too; none that another kind of
-            statement rebinds or changes, or that a decorator wraps (`is_wrapped`).
+        functions: name -> module-level function, in the branches of an `if` or `try` too; none that a decorator wraps
+            (`is_wrapped`).
         origins: name -> the full names that imports bind to it, usually one.
-        statements: name -> the module-level statements that define it, or change its attributes, items or content.
     """
 
     def __init__(self, nodes: Sequence[ast.stmt], base_of: Callable[[int], list[str]] = lambda level: []) -> None:
         self._known: dict[str, str | None] = {}
         self.origins: dict[str, list[str]] = {}
-        self.statements: dict[str, list[ast.stmt]] = {}
         self._base_of = base_of
-        for leaf in _leaves(nodes):
-            declared = [name for node in walk(leaf) if isinstance(node, ast.Global) for name in node.names]
-            for name in (*_changed(leaf), *declared):
-                self.statements.setdefault(name, []).append(leaf)
+        leaves = [*_leaves(nodes)]
+        for leaf in leaves:
             for name, meaning in self.imports(leaf):
                 self.origins.setdefault(name, []).append(meaning)
-        defined = {node.name: node for node in _leaves(nodes) if isinstance(node, FunctionNode)}
-        self._patched: set[str] = set()  # what `F.linear = ...` replaces: no longer the library's
         for statement in nodes:
             for name, meaning in self._bindings(statement):
                 self._known[name] = meaning if self._known.get(name, meaning) == meaning else None
-        everything = [node for statement in nodes for node in walk(statement)]
-        functions = [node for node in everything if isinstance(node, FunctionNode)]
-        named = _named(functions, everything)
-        for function in functions:
+        for function in (node for statement in nodes for node in walk(statement) if isinstance(node, FunctionNode)):
             self._mark_local(function)
-            vars(function)["is_named"] = function.name in named
-        for node in everything:
-            if isinstance(node, ast.Name) and node.id == CONFIG:
-                vars(node).setdefault("is_config", False)  # a name of the module
-            for name in node.names if isinstance(node, ast.Global) else ():
-                self._known[name] = None
-                defined.pop(name, None)
-        attributes = [node for node in everything if isinstance(node, ast.Attribute)]
-        changed = [self.resolve(node) for node in attributes if not isinstance(node.ctx, ast.Load)]
-        self._patched = {meaning for meaning in changed if meaning}
-        alone = {n for n in defined if all(isinstance(s, FunctionNode) for s in self.statements[n])}
-        self.functions = {n: f for n, f in defined.items() if n in alone and not self.is_wrapped(f)}
-
-    @functools.cached_property
-    def outside_classes(self) -> list[ast.stmt]:
-        """The statements that define or change a name of the module, but its classes."""
-        listed = dict.fromkeys(statement for statements in self.statements.values() for statement in statements)
-        return [statement for statement in listed if not isinstance(statement, ast.ClassDef)]
+        defined = {node.name: node for node in leaves if isinstance(node, FunctionNode)}
+        self.functions = {name: node for name, node in defined.items() if not self.is_wrapped(node)}
 
     def is_wrapped(self, function: FunctionNode) -> bool:
         """Whether a decorator that is not transformers', torch's or a builtin may wrap the function in other code."""
@@ -102,15 +69,14 @@ class Names:
 
     def resolve(self, node: ast.AST | None, local: Container[str] = ()) -> str | None:
         """The full name of what an expression of names and dots refers to, anywhere in the file: "torch.nn.functional.linear" for
-        `F.linear`; ".rotate_half" for what this file defines; None for a local name, a name that is bound to several things, an
-        attribute that the file assigns to, and other expressions.
+        `F.linear`; ".rotate_half" for what this file defines; None for a local name, a name that is bound to several things and
+        other expressions.
 
         What functions of the file bind is known without `local`: further names that enclosing scopes bind (`local_names`).
         """
         if isinstance(node, ast.Attribute):
             owner = self.resolve(node.value, local)
-            meaning = f"{owner}.{node.attr}" if owner else None
-            return None if meaning in self._patched else meaning
+            return f"{owner}.{node.attr}" if owner else None
         if not isinstance(node, ast.Name):
             return None
         if "meaning" in vars(node):
@@ -148,36 +114,13 @@ class Names:
             yield from self._bindings(statement)
 
     def _mark_local(self, function: FunctionNode) -> None:
-        """Marks each name node in a function that is local: with the full name that an import in it binds, else None.
-
-        Also marks whether it is the configuration.
-        """
+        """Marks each name node in a function that is local: with the full name that an import in it binds, else None."""
         inside = [node for statement in function.body for node in walk(statement)]
         imported = dict(binding for node in inside for binding in self.imports(node))
         local = dict.fromkeys(local_names(function)) | imported | dict.fromkeys(stored(function))
-        is_other = not self._keeps_config(function)
         for node in inside:
             if isinstance(node, ast.Name) and node.id in local:
                 vars(node)["meaning"] = local[node.id]
-                vars(node)["is_config"] = node.id == CONFIG and not is_other
-
-    def _keeps_config(self, function: FunctionNode) -> bool:
-        """Whether everything that a function assigns to the name `config` is a configuration."""
-        assigned = assigned_to(function, CONFIG)
-        return assigned is not None and all(map(self.is_config, assigned))
-
-    def is_config(self, value: ast.expr) -> bool:
-        """Whether an expression is a configuration, a part or copy of one, or made by a config class of transformers."""
-        match value:
-            case ast.IfExp(_, body, orelse):
-                return self.is_config(body) and self.is_config(orelse)
-            case ast.Call(function, [copied]) if self.resolve(function) in COPIES:
-                return self.is_config(copied)
-            case ast.Call(asked, [holder, ast.Constant(), *defaults]) if self.resolve(asked) == "builtins.getattr":
-                return all(map(self.is_config, [holder, *defaults]))
-        meaning = self.resolve(value.func if isinstance(value, ast.Call) else value) or ""
-        is_made = meaning.startswith("transformers.") and any(CONFIG_CLASS.search(part) for part in meaning.split("."))
-        return is_made or is_of_config(value)
 
     def _bindings(self, statement: ast.stmt) -> Iterator[tuple[str, str]]:
         """(name, full name) for each name that a module-level statement binds."""
@@ -217,18 +160,6 @@ def uses_name(node: ast.AST, name: str) -> bool:
     return mentions(node, name) or name in local_names(node)
 
 
-def _named(functions: Sequence[FunctionNode], nodes: Sequence[ast.AST]) -> set[str]:
-    """The names that code reads, also as an attribute or text, but where a function of that name hands a call on:
-    `self.model.set_input_embeddings(new)` in `set_input_embeddings`."""
-    within = {node: function.name for function in functions for node in walk(function)}
-    named: set[str] = set()
-    for node in nodes:
-        match node:
-            case ast.Attribute(attr=name) | ast.Name(name) | ast.Constant(str(name)) if within.get(node) != name:
-                named.add(name)
-    return named
-
-
 def _leaves(nodes: Sequence[ast.AST]) -> Iterator[ast.stmt]:
     """The statements of the module's scope; instead of an `if`, `try`, `with` or loop, those inside it."""
     for node in nodes:
@@ -236,18 +167,3 @@ def _leaves(nodes: Sequence[ast.AST]) -> Iterator[ast.stmt]:
             yield from _leaves([n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt | ast.ExceptHandler)])
         elif isinstance(node, ast.stmt):
             yield node
-
-
-def _changed(statement: ast.stmt) -> set[str]:
-    """The names that a module-level statement defines, or whose attributes, items or content it changes."""
-    is_import = isinstance(statement, ast.Import | ast.ImportFrom)
-    changed_names = set[str]() if is_import else set(bound_names(statement))
-    stores = getattr(statement, "targets", [getattr(statement, "target", None)])
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        stores = [statement.value.func]  # `TABLE.update(..)`
-    elif isinstance(statement, FunctionNode | ast.ClassDef):
-        inside = [node for node in walk(statement) if isinstance(node, ast.Attribute | ast.Subscript)]
-        local = local_names(statement)
-        stores = [node for node in inside if isinstance(node.ctx, ast.Store) and base_name(node) not in local]
-        stores += statement.decorator_list
-    return changed_names | set(map(base_name, stores)) - {""}

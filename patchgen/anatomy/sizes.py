@@ -18,8 +18,8 @@ from patchgen.anatomy.classes import (
     stored,
 )
 from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.known import is_left_in_config
 from patchgen.anatomy.media import FEATURE_METHODS
+from patchgen.anatomy.names import is_of_config
 
 # The config fields for the side of the square of patches that are merged into one feature, in the order in which
 # `runtime/media_sizes.py` looks for them: a grid has `t * h * w // side**2` features. The first field holds a pair.
@@ -89,7 +89,7 @@ def in_config(
     the tower assigns to it. None if that is not known, or not one field."""
     if not isinstance(value, ast.Attribute) or value in visited:
         return None
-    if is_left_in_config(anatomy, value):
+    if is_of_config(value):
         return value.attr
     holder = _class_of(anatomy, owner, value.value)
     held = anatomy.held(holder, value.attr) if holder else ()

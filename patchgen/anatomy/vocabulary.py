@@ -1,23 +1,23 @@
 """Whether the forward of a model uses a projection to its vocabulary."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
+from typing import TYPE_CHECKING
 
-from patchgen.anatomy.classes import FunctionNode, arguments, own_attribute, walk
+from patchgen.anatomy.classes import FunctionNode, arguments, assigned_to, own_attribute, walk
 from patchgen.anatomy.flow import LINEAR
-from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.origins import origins
+
+if TYPE_CHECKING:
+    from patchgen.anatomy.graph import Anatomy
 
 SIZE = "vocab_size"  # the field of every config of transformers for the size of the vocabulary
 GETTER = "get_output_embeddings"  # transformers' method of every model
 
 
 def uses_projection(anatomy: Anatomy, owner: str, forward: FunctionNode) -> bool:
-    """Whether a forward, or a method of class `owner` that it uses, uses a linear layer with `vocab_size` output features.
-
-    Any use counts, not only a call: passes read what is done with the layer, and may refuse it.
-    """
+    """Whether a forward, or a method of class `owner` that it uses, uses a linear layer with `vocab_size` output features."""
     code = with_methods(anatomy, owner, forward)
     used = attributes_read(*code)
     everything = {name for info in anatomy.lineage(owner) for name in info.attributes}
@@ -49,36 +49,31 @@ def _hands_on_self(code: ast.AST) -> bool:
 def is_projection(anatomy: Anatomy, owner: str, attribute: str) -> bool:
     """Whether `self.<attribute>` may be a linear layer to the vocabulary, or a sequence of modules that ends in one."""
     values = anatomy.held(owner, attribute) or [anatomy.attribute(owner, attribute)]  # other code may set it too
-    return any(_is_to_vocabulary(anatomy, owner, value) for value in values if isinstance(value, ast.expr))
+    return any(_is_to_vocabulary(anatomy, owner, value) for value in values)
 
 
-def _is_to_vocabulary(
-    anatomy: Anatomy, owner: str, value: ast.expr, visited: frozenset[ast.AST] = frozenset()
-) -> bool:
-    for of, module in origins(anatomy, owner, value):
-        if not isinstance(module, ast.Call) or module in visited:
-            continue
-        if anatomy.is_a(module, "torch.nn.Sequential"):
-            if any(_is_to_vocabulary(anatomy, of, last, visited | {module}) for last in module.args[-1:]):
-                return True
-        elif anatomy.is_a(module, LINEAR):
-            rows = arguments(module, ("in_features", "out_features")).get("out_features", module)
-            if _counts_words(anatomy, of, rows):
-                return True
-    return False
-
-
-def _counts_words(anatomy: Anatomy, owner: str, size: ast.AST, visited: frozenset[ast.AST] = frozenset()) -> bool:
-    """Whether a size is computed from a config's `vocab_size`, through any names, attributes and operations."""
-    if size in visited:
+def _is_to_vocabulary(anatomy: Anatomy, owner: str, value: ast.AST | None) -> bool:
+    if not isinstance(value, ast.Call):
         return False
-    parts = [(owner, child) for child in ast.iter_child_nodes(size)]
-    if isinstance(size, ast.Name | ast.Attribute):
-        parts = [(of, origin) for of, origin in origins(anatomy, owner, size) if origin is not size]
-    match size:
-        case ast.Attribute(_, name) if name == SIZE and not (parts and own_attribute(size)):
-            return True  # of a config, or of `self` where nothing tells what it holds
-        case ast.Call(function, [_, ast.Constant(name), *_]) if name == SIZE:
-            return anatomy.names.resolve(function) == "builtins.getattr"
-        case _:
-            return any(_counts_words(anatomy, of, part, visited | {size}) for of, part in parts)
+    if anatomy.is_a(value, "torch.nn.Sequential"):
+        return any(_is_to_vocabulary(anatomy, owner, last) for last in value.args[-1:])
+    rows = arguments(value, ("in_features", "out_features")).get("out_features", value)
+    return anatomy.is_a(value, LINEAR) and _counts_words(anatomy, owner, rows)
+
+
+def _counts_words(anatomy: Anatomy, owner: str, size: ast.AST, visited: frozenset[str] = frozenset()) -> bool:
+    """Whether a size is computed from a config's `vocab_size`, through names of `__init__` and attributes."""
+    init = anatomy.method(owner, "__init__")
+    for node in walk(size):
+        attribute, text = own_attribute(node), ast.unparse(node) if isinstance(node, ast.expr) else ""
+        held = anatomy.held(owner, attribute) if attribute else ()
+        if isinstance(node, ast.Name) and init is not None:
+            held = assigned_to(init[1], node.id) or ()
+        match node:
+            case ast.Attribute(_, name) if name == SIZE and not held:
+                return True
+            case ast.Call(ast.Name("getattr"), [_, ast.Constant(name), *_]) if name == SIZE:
+                return True
+        if text not in visited and any(_counts_words(anatomy, owner, one, visited | {text}) for one in held):
+            return True
+    return False

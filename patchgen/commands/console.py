@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 from collections.abc import Generator, Iterable
 from pathlib import Path
 
@@ -12,6 +13,12 @@ from patchgen.errors import PatchgenError
 
 console = Console(highlight=False)
 DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
+
+
+def text_diff(before: str, after: str) -> str:
+    """A plain unified diff of two texts."""
+    left, right = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    return "".join(difflib.unified_diff(left, right, "before", "after"))
 
 
 def print_diff(lines: Iterable[str], indent: str = "", target: Console = console) -> None:

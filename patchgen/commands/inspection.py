@@ -12,7 +12,7 @@ from rich.table import Table
 
 from patchgen import emit, model_configs, pipeline, project_code, source, upstream
 from patchgen.anatomy import Role, study
-from patchgen.commands.console import console, display_path, print_diff
+from patchgen.commands.console import console, display_path, print_diff, text_diff
 from patchgen.errors import ConfigError, PatchgenError, UpstreamNotFound
 from patchgen.passes import all_passes, default_pipeline, pass_named
 from patchgen.passes.base import Pass
@@ -34,7 +34,7 @@ def diff(model: str, version: str | None, path: Path | None) -> None:
             console.print(textwrap.fill(dropped, 110))
             continue
         console.rule(f"{step.name}: {emit.summary(step.outcome)}", align="left")
-        print_diff(emit.text_diff(before, after).splitlines()[2:])
+        print_diff(text_diff(before, after).splitlines()[2:])
 
 
 def explain(subject: str | None, version: str | None, path: Path | None) -> None:
@@ -82,7 +82,7 @@ def _explain_model(generated: Generated) -> None:
             console.print(f"{hit.site}  (upstream line {hit.line}): {hit.what}", markup=False)
             block = hit.site.split(".")[0]
             if step.before.has(block) and step.outcome.module.has(block):
-                changes = emit.text_diff(step.before.block(block).text, step.outcome.module.block(block).text)
+                changes = text_diff(step.before.block(block).text, step.outcome.module.block(block).text)
                 print_diff(changes.splitlines()[3:], indent="    ")
         for hit in step.outcome.upstream:
             console.print(

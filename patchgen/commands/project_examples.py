@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from patchgen import emit, source
+from patchgen import source
 from patchgen.anatomy import study
-from patchgen.commands.console import console, print_diff
+from patchgen.commands.console import console, print_diff, text_diff
 from patchgen.errors import PatchgenError
 from patchgen.passes import PASSES, all_passes
 from patchgen.passes.base import Example, Pass
@@ -35,11 +35,11 @@ def _difference(pass_class: type[Pass], example: Example) -> str:
     try:
         first = _outcome(pass_class, example.before)
         if not example.shows(first):
-            return emit.text_diff(first, example.after)
+            return text_diff(first, example.after)
         again = _outcome(pass_class, first)
     except PatchgenError as error:
         return f"\n\n{error}"
-    return "" if again == first else emit.text_diff(again, first)
+    return "" if again == first else text_diff(again, first)
 
 
 def _outcome(pass_class: type[Pass], text: str) -> str:

@@ -65,7 +65,7 @@ class DummyForward(SitePass):
             if not embedding_names:
                 above.append(call.media)
                 continue
-            found_names = entered(embedding_names, call.method, forward.body[call.position :])
+            found_names = entered(anatomy, site.block, embedding_names, call.method, forward.body[call.position :])
             if len(found_names) != 1:
                 several = f"{len(found_names)} of {', '.join(embedding_names)}"
                 expected = f"one name of embeddings that the features from {call.method} go into, not {several}"

@@ -7,7 +7,6 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.assignments import made_of, values_used
 from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
@@ -15,9 +14,11 @@ from patchgen.anatomy.classes import (
     base_name,
     calls,
     dotted,
+    loaded,
     own_attribute,
     parameter_names,
 )
+from patchgen.anatomy.flow import Sources
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.positions import POSITIONS
 from patchgen.anatomy.roles import AUDIO_INPUTS, PIXELS, TOKENS, own_methods
@@ -95,7 +96,7 @@ class FillBack(SitePass):
             editor.mark(call)
             editor.around(call.args[1], f"{LOCAL_FEATURES}(", f", {editor.code(call.args[0])})")
         for method in methods.values():
-            _let_slices_pass(editor, anatomy, method)
+            _let_slices_pass(editor, anatomy, site.block, method)
         _mark_replicated(editor, methods.get("__init__"), replicated)
         for statement in ast.walk(methods["forward"]):  # default positions, computed from the whole sequence
             if isinstance(statement, ast.If) and ast.unparse(statement.test) == f"{POSITIONS} is None":
@@ -154,7 +155,7 @@ def _fills(anatomy: Anatomy, info: ClassInfo) -> str:
         return ""
     handed = {base_name(k.value) for call in calls(forward) for k in call.keywords if k.arg == "inputs_embeds"}
     filled = handed & embedding_names(anatomy, forward, language_parts(anatomy, info))
-    filled &= made_of(anatomy, forward, media)
+    filled &= Sources(anatomy, info.name).names(forward.body, media)
     return f"hands on {', '.join(sorted(filled))}, computed from its media, as inputs_embeds" if filled else ""
 
 
@@ -185,28 +186,30 @@ def _scattered(method: FunctionNode, names: set[str]) -> set[str]:
     return names - {"", "self"}
 
 
-def _let_slices_pass(editor: Editor, anatomy: Anatomy, method: FunctionNode) -> None:
+def _let_slices_pass(editor: Editor, anatomy: Anatomy, owner: str, method: FunctionNode) -> None:
     """Disables checks of the number of placeholders against features on a slice of the tokens, where they would fail."""
     for node in ast.walk(method):
         match node:
             case ast.Call() if anatomy.names.is_upstream(node, "torch_compilable_check", local_names(method)):
                 test = arguments(node, ["cond"]).get("cond")
-                if test is not None and _compares_features(anatomy, method, test):
+                if test is not None and _compares_features(anatomy, owner, method, test):
                     editor.around(test, "ops.is_sliced() or ")
                     editor.mark(node)
             case ast.If(test, body) if any(isinstance(n, ast.Raise) for s in body for n in ast.walk(s)):
-                if _compares_features(anatomy, method, test):
+                if _compares_features(anatomy, owner, method, test):
                     editor.around(test, "not ops.is_sliced() and (", ")")
                     editor.mark(node)
 
 
-def _compares_features(anatomy: Anatomy, method: FunctionNode, test: ast.expr) -> bool:
-    """Whether a check reads placeholders and features: names computed from the tokens, and names that are not; a name that is
-    called, or whose attribute is read, counts only if the method binds it."""
-    tokens, read = made_of(anatomy, method, TOKENS & {*parameter_names(method)}), values_used(test)
-    for node in ast.walk(test):
-        match node:
-            case ast.Call(ast.Name(name)) | ast.Attribute(ast.Name(name)) if name not in local_names(method):
-                read.discard(name)
-    read = {name for name in read if name.isidentifier()}
+def _compares_features(anatomy: Anatomy, owner: str, method: FunctionNode, test: ast.expr) -> bool:
+    """Whether a check reads placeholders and features: names computed from the tokens, and names that are not."""
+    tokens = Sources(anatomy, owner).names(method.body, TOKENS & {*parameter_names(method)})
+    unset = {
+        part
+        for node in ast.walk(test)
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot)
+        for part in ast.walk(node)
+    }
+    read = {node.id for node in ast.walk(test) if isinstance(node, ast.Name) and node not in unset}
+    read &= local_names(method) - {"self"}
     return bool(read & tokens) and bool(read - tokens)

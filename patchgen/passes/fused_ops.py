@@ -16,12 +16,10 @@ from patchgen.anatomy.classes import (
     is_compound,
     own_attribute,
     parameter_names,
-    stored,
 )
 from patchgen.anatomy.imported import imported_code
-from patchgen.anatomy.known import TABLES, is_number
+from patchgen.anatomy.known import TABLES
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.origins import is_fixed
 from patchgen.anatomy.roles import LINEAR, PARAMETER
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import Editor, insert_first
@@ -191,7 +189,7 @@ def _norm_call(anatomy: Anatomy, name: str) -> str | None:
     info = anatomy.classes[name]
     forward = normal_form(info.methods["forward"])
     for form in NORM_FORMS:
-        if forward.text != form.forward or not _means_torch(anatomy, *info.methods.values()):
+        if forward.text != form.forward:
             continue
         attributes = list(forward.attributes)
         if form.helper is not None:
@@ -202,7 +200,7 @@ def _norm_call(anatomy: Anatomy, name: str) -> str | None:
                 continue
             attributes = [*normal_form(helper).attributes, attributes[1]]
         epsilon, weight = attributes[0], attributes[1]
-        if not (_is_vector(anatomy, name, weight) and is_number(anatomy, name, epsilon)):
+        if not _is_vector(anatomy, name, weight):
             continue
         options = f", {form.options}" if form.options else ""
         return f"ops.rms_norm({forward.parameters[0]}, self.{weight}, self.{epsilon}{options})"
@@ -210,16 +208,11 @@ def _norm_call(anatomy: Anatomy, name: str) -> str | None:
 
 
 def _is_vector(anatomy: Anatomy, name: str, attribute: str) -> bool:
-    """Whether `self.<attribute>` is a parameter of one dimension, and of no fixed size: a size of 1 would broadcast."""
-    held = anatomy.held(name, attribute)
-    sizes: list[ast.expr] = []
-    match held:
-        case [ast.Call(_, [ast.Call(initialiser, given), *_])] if anatomy.is_a(held[0], PARAMETER):
-            sizes = given if anatomy.names.resolve(initialiser) in FILLED else []
-    init = anatomy.method(name, "__init__")
-    local = stored(init[1]) if init is not None else []
-    is_local = any(isinstance(size, ast.Name) and size.id in local for size in sizes)
-    return len(sizes) == 1 and not is_local and not is_fixed(anatomy, name, sizes[0])
+    """Whether `self.<attribute>` is a parameter of one dimension, of a size that has a name: a size of 1 would broadcast."""
+    match anatomy.held(name, attribute):
+        case [ast.Call(_, [ast.Call(initialiser, [ast.Name() | ast.Attribute()]), *_]) as made]:
+            return anatomy.is_a(made, PARAMETER) and anatomy.names.resolve(initialiser) in FILLED
+    return False
 
 
 def _is_like_mlp(anatomy: Anatomy, info: ClassInfo) -> bool:
@@ -236,14 +229,8 @@ def _is_half_rotation(anatomy: Anatomy, function: FunctionNode) -> bool:
     for helper in dict.fromkeys(call.func.id for call in calls(function) if isinstance(call.func, ast.Name)):
         known = anatomy.names.functions.get(helper)
         if known is not None and not known.decorator_list and form == ROTARY_FORM.replace("rotate_half", helper):
-            return normal_form(known).text == HALF_ROTATION_FORM and _means_torch(anatomy, function, known)
+            return normal_form(known).text == HALF_ROTATION_FORM
     return False
-
-
-def _means_torch(anatomy: Anatomy, *functions: FunctionNode) -> bool:
-    """Whether the name `torch` is the library in these functions: normal forms compare such names only by spelling."""
-    used = [(node, f) for f in functions for node in ast.walk(f) if isinstance(node, ast.Name) and node.id == "torch"]
-    return all(anatomy.names.resolve(node, local_names(f)) == "torch" for node, f in used)
 
 
 def _is_rotation(anatomy: Anatomy, function: FunctionNode) -> bool:

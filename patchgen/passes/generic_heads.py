@@ -85,7 +85,6 @@ class GenericHeads(SitePass):
         origin = library_module(anatomy, package)
         written = origin.block(name)
         builds = _auto_builds(origin, generic)
-        _require_plain(written, builds, node)
         defined = anatomy.functions.keys() | anatomy.classes.keys()
         if clashes := sorted(filter(origin.has, references(written.node) & defined)):
             raise Missed(f"{clashes[0]} of {package}, for which this file has another", node)
@@ -120,19 +119,6 @@ class GenericHeads(SitePass):
             blocks.insert(place, Block(text=format_code("\n".join(lines))))
             outcome = replace(outcome, module=outcome.module.with_blocks(blocks))
         return replace(outcome, added=tuple(heads))
-
-
-def _require_plain(written: Block, builds: list[ast.Call], head: ast.ClassDef) -> None:
-    """Raises Missed unless a generic class is complete: no bases, no decorators but `auto_docstring`, a `base_model_prefix`
-    (its own or the head's), and one construction of its model."""
-    node = written.node
-    decorators = [ast.unparse(decorator) for decorator in getattr(node, "decorator_list", ())]
-    if not isinstance(node, ast.ClassDef) or node.bases or decorators not in ([], ["auto_docstring"]):
-        raise Missed("a generic class without bases and decorators of its own", node)
-    if len(builds) != 1:
-        raise Missed("a generic class that builds its model once", builds[-1])
-    if PREFIX not in plain_assignments((*written.members, *head.body)):
-        raise Missed(f"a generic class with `{PREFIX}`", node)
 
 
 def generic_base(anatomy: Anatomy, name: str) -> str | None:

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, loaded
+from patchgen.anatomy.classes import ClassInfo, called_names, loaded
 from patchgen.anatomy.convolutions import built_convolutions, convolutions
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import HAND_WRITTEN, attention_of_torch
@@ -101,9 +101,9 @@ class MixerSP(SitePass):
 def _own_attention(info: ClassInfo, anatomy: Anatomy) -> str:
     """A note on attention in a class that bypasses transformers' attention interface; empty if there is none."""
     for method in info.methods.values():
-        tables = [statement for name in loaded(method) for statement in anatomy.names.statements.get(name, ())]
-        for code in (method, *map(anatomy.functions.get, functions_below(anatomy, method)), *tables):
-            for node in attention_of_torch(anatomy, code) if isinstance(code, FunctionNode | ast.Assign) else ():
+        tables = [anatomy.tables[name] for name in loaded(method) if name in anatomy.tables]
+        for code in (method, *(anatomy.functions[name] for name in functions_below(anatomy, method)), *tables):
+            for node in attention_of_torch(anatomy, code):
                 return f"line {node.lineno} calls {ast.unparse(node)} itself: {BYPASSES_INTERFACE}"
     forward = anatomy.method(info.name, "forward")
     is_written = forward is not None and forward[0].roles.get(Role.ATTENTION) == HAND_WRITTEN

@@ -7,9 +7,6 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import calls, own_attribute, stored, walk
-from patchgen.anatomy.known import is_left_by_init
-from patchgen.anatomy.positions import POSITIONS
 from patchgen.anatomy.vocabulary import attributes_read, with_methods
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import append_method
@@ -59,14 +56,11 @@ class PositionIdFunc(SitePass):
             below = _model_below(anatomy, site.block)
             code = f"{header}return self.{below}.{NAME}()"
             return Rewritten(append_method(block, code, self.mark), f"that of self.{below}")
-        if call := _call_with_other_positions(anatomy, site.block):
-            raise Missed(f"{POSITIONS} of {SOURCE}, computed above the call that they are handed to", call)
         names = sorted(_read_attributes(anatomy, site.block) - {"config"})
         heavy = [name for name in names if _is_module(anatomy, site.block, name)]
-        moving = [name for name in names if not is_left_by_init(anatomy, site.block, name)]
-        if heavy or moving:
+        if heavy:
             expected = f"{SOURCE} that reads what `__init__` leaves: numbers and the config"
-            raise Missed(expected, f"self.{(heavy + moving)[0]}")
+            raise Missed(expected, f"self.{heavy[0]}")
         attributes = ", ".join(f"{name}=self.{name}" for name in names)
         code = f"{header}return ops.PositionIds(type(self), self.config, dict({attributes}))"
         return Rewritten(append_method(block, code, self.mark), f"takes along {', '.join(['config', *names])}")
@@ -78,29 +72,6 @@ def _model_below(anatomy: Anatomy, name: str) -> str | None:
         if build.attribute and build.target and anatomy.method(build.target, SOURCE):
             return build.attribute
     return None
-
-
-def _call_with_other_positions(anatomy: Anatomy, name: str) -> ast.Call | None:
-    """The first call in the forward that gets position ids which no assignment above computes by `get_rope_index`; None if
-    there is none. A training run always computes them by that method, and would differ from upstream there."""
-    method = anatomy.method(name, "forward")
-    nodes = sorted(walk(method[1]), key=lambda node: getattr(node, "lineno", 0)) if method is not None else ()
-    for node in nodes:
-        if (
-            isinstance(node, ast.Assign)
-            and POSITIONS in stored(*node.targets)
-            and _computes(anatomy, name, node.value)
-        ):
-            return None
-        if isinstance(node, ast.Call) and any(keyword.arg == POSITIONS for keyword in node.keywords):
-            return node
-    return None
-
-
-def _computes(anatomy: Anatomy, name: str, value: ast.expr) -> bool:
-    """Whether an expression calls `get_rope_index`, directly or through other methods of the class."""
-    code = with_methods(anatomy, name, value)
-    return SOURCE in {own_attribute(call.func) for call in calls(*code)}
 
 
 def _read_attributes(anatomy: Anatomy, name: str) -> set[str]:

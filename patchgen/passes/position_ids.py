@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Sequence
-
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, parameter_names
 from patchgen.anatomy.names import uses_name
 from patchgen.anatomy.positions import POSITIONS
-from patchgen.anatomy.roles import PIXELS
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor
-from patchgen.source import Block, Module
+from patchgen.source import Block
 
 BATCH = "inputs_embeds"
 # A separate argument, since the shape is ambiguous: three samples with three rows look the same in both layouts.
@@ -47,18 +43,6 @@ class PositionIds(SitePass):
         takes = POSITIONS in parameter_names(info.methods["forward"])
         return f"fusion model with get_rope_index: {info.roles[Role.FUSION]}" if takes else ""
 
-    def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """If there is no site: models that take pixels, in a file with a rotary embedding of three rows of positions."""
-        if self.sites(module, anatomy):
-            return []
-        rows = [info.name for info in anatomy.with_role(Role.ROTARY, module) if _is_multimodal(info)]
-        return [
-            f"{info.name} takes {', '.join(sorted(pixels))}, and {rows[0]} turns three rows of positions"
-            for info in anatomy.still_in(module)
-            if rows and anatomy.is_model(info.name) and "forward" in info.methods
-            if (pixels := set(PIXELS) & set(parameter_names(info.methods["forward"])))
-        ]
-
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         editor = Editor(block, self.mark)
         forward = editor.function("forward")
@@ -72,10 +56,3 @@ class PositionIds(SitePass):
         code = f"{POSITIONS} = ops.mrope_position_ids({POSITIONS}, {BATCH}, {stacked})"
         editor.above(forward.body[anchor], code)
         return Rewritten(editor.result, "(batch, 3, L) becomes (3, batch, L)")
-
-
-def _is_multimodal(info: ClassInfo) -> bool:
-    """Whether a rotary embedding reads `mrope_section`: the numbers of frequencies for time, height and width."""
-    strings = (node.value for node in ast.walk(info.node) if isinstance(node, ast.Constant))
-    names = (node.attr for node in ast.walk(info.node) if isinstance(node, ast.Attribute))
-    return "mrope_section" in {*strings, *names}

@@ -80,7 +80,7 @@ class Prune(Pass):
             blocks[0] = blocks[0].with_text(blocks[0].text.lstrip("\n"))
         known = anatomy.classes.keys() | anatomy.functions
         hits = tuple(Hit(name, 0, "dropped") for name in dropped if name in known)
-        return Outcome(module.with_blocks(blocks), hits, notes=tuple(_unseen_references(blocks, bool(hits))))
+        return Outcome(module.with_blocks(blocks), hits)
 
 
 def default_roots(module: Module, anatomy: Anatomy) -> tuple[str, ...]:
@@ -133,32 +133,9 @@ def _strip_isinstance(block: Block) -> ast.Module:
     return tree
 
 
-def _unseen_references(kept_blocks: Sequence[Block], has_dropped: bool) -> list[str]:
-    """Notes on star imports and on lookups of module names by string, through which names may be used unseen."""
-    notes: list[str] = []
-    for block in kept_blocks:
-        for node in block.nodes:
-            if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-                notes.append(
-                    f"{block.where}: `{ast.unparse(node)}` hides what it brings; unknown names are not looked for"
-                )
-            elif has_dropped and _looks_up_by_string(node):
-                notes.append(
-                    f"{block.where} looks names up with `{ast.unparse(node)}`; one that was dropped is not seen here"
-                )
-    return list(dict.fromkeys(notes))
-
-
-def _looks_up_by_string(node: ast.AST) -> bool:
-    """`globals()[...]`, `globals().get(...)` or `sys.modules[__name__]`."""
-    if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.value, ast.Call):
-        return isinstance(node.value.func, ast.Name) and node.value.func.id == "globals"
-    return isinstance(node, ast.Subscript) and ast.unparse(node) == "sys.modules[__name__]"
-
-
 def without_mentions(block: Block, gone: set[str]) -> Block:
     """Removes the names in `gone` from `__all__` and from isinstance checks; a branch whose check has no class left is
-    removed. Raises PassMismatch if one is still mentioned there, in a form that is not known."""
+    removed. What is left of them in other forms, the check of the whole file finds (`emit.check_stands_alone`)."""
     if not gone or not any(name in block.text for name in gone):
         return block
     editor = Editor(block)
@@ -189,29 +166,7 @@ def without_mentions(block: Block, gone: set[str]) -> Block:
     for node in block.nodes:
         if isinstance(node, ast.If) and node.test in always_false:
             editor.drop_branch(node)
-    result = editor.result
-    _require_no_mention(result, gone)
-    return result
-
-
-def _require_no_mention(block: Block, gone: set[str]) -> None:
-    """Raises PassMismatch if a name in `gone` is left in `__all__` or in an isinstance check."""
-    exports = "__all__" in block.text
-    for node in block.nodes:
-        match node:
-            case ast.Call(ast.Name("isinstance"), [_, mentions]):
-                pass
-            case ast.stmt() as mentions if exports and "__all__" in ast.unparse(node):
-                pass
-            case _:
-                continue
-        named = [part for part in ast.walk(mentions) if isinstance(part, ast.Name | ast.Constant)]
-        dropped_mentions = {str(part.id if isinstance(part, ast.Name) else part.value) for part in named} & gone
-        if dropped_mentions:
-            raise PassMismatch(
-                f"Upstream's `{ast.unparse(node)}` names {', '.join(sorted(dropped_mentions))}, which no root reaches.\n"
-                "  to fix   name it among `roots` in the model's config, or change the statement with a hand edit."
-            )
+    return editor.result
 
 
 def _named(listed: ast.List | ast.Tuple, names: set[str]) -> list[ast.expr]:

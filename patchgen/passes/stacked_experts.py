@@ -186,7 +186,7 @@ class StackedExperts(SitePass):
 def _stacked_name(anatomy: Anatomy, block: str) -> str:
     """The name of the class of stacks, derived from the MoE block's and unused in the file."""
     wanted = f"{block}StackedExperts"
-    while wanted in anatomy.names.origins or wanted in anatomy.names.statements:
+    while wanted in anatomy.names.origins or wanted in {*anatomy.classes, *anatomy.functions, *anatomy.tables}:
         wanted += "_"
     return wanted
 

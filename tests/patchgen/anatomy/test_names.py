@@ -7,7 +7,6 @@ import ast
 import pytest
 from generation_cases import anatomy_of
 
-from patchgen.anatomy import known
 from patchgen.anatomy.names import Names, is_of_config, local_names
 
 FILE = """
@@ -24,10 +23,6 @@ if here:
 else:
     from other import twice
 def rotate(x): ...
-nn.functional.silu = rotate
-def later():
-    global shared
-shared = 1
 """
 
 
@@ -43,8 +38,6 @@ shared = 1
         ("cap", ".cap"),
         ("len", "builtins.len"),
         ("twice", None),
-        ("F.silu", None),
-        ("shared", None),
         ("unknown", None),
         ("self.linear", None),
         ("call().linear", None),
@@ -55,50 +48,11 @@ def test_an_expression_stands_for(expression, meaning):
     assert names.resolve(ast.parse(expression, mode="eval").body) == meaning
 
 
-def test_a_function_that_another_rebinds_is_not_known_by_its_code():
-    code = "def kept(x): ...\ndef rebound(x): ...\ndef later(x):\n  global rebound\n  rebound = x"
-    assert set(Names(ast.parse(code).body).functions) == {"kept", "later"}
-
-
 def test_a_local_name_hides_an_import():
     function = ast.parse("def f(F, *a, **k):\n  import nn\n  def torch(): ...\n  [x for x in a]\n  return F").body[0]
     assert local_names(function) == {"F", "a", "k", "nn", "torch", "x"}
     names = Names(ast.parse(FILE).body)
     assert names.resolve(ast.parse("F.linear", mode="eval").body, local_names(function)) is None
-
-
-@pytest.mark.parametrize(
-    ("binds", "is_config"),
-    [
-        ("", True),
-        ("config = config.text_config", True),
-        ("config = self.config.get_text_config()", True),
-        ("config = copy.deepcopy(config)", True),
-        ("config = getattr(config, 'text_config', config)", True),
-        ("config = config.text_config if x else config", True),
-        ("config = config.layers[0]", True),
-        ("config = AutoConfig.from_pretrained(x)", True),
-        ("config = getattr(x, 'text_config')", False),
-        ("config = getattr(config, 'scale', x)", False),
-        ("config = x if self.training else config", False),
-        ("config = config.scaled(x)", False),
-        ("config = get_activation(x)", False),
-        ("config = torch.ones(8)", False),
-        ("for config in x: pass", False),
-        ("config, y = x", False),
-    ],
-)
-def test_a_config_is_what_nothing_else_is_bound_to(binds: str, is_config: bool):
-    imports = "import copy\nfrom transformers import AutoConfig\nfrom transformers.activations import get_activation"
-    tree = ast.parse(f"{FILE}\n{imports}\ndef f(self, x, config):\n  {binds}\n  return config.scale")
-    Names(tree.body)
-    assert is_of_config(tree.body[-1].body[-1].value) is is_config
-
-
-def test_a_config_of_the_module_is_none_that_a_model_is_built_with():
-    tree = ast.parse("config = torch.ones(8)\ndef f(self, x):\n  return config.scale")
-    Names(tree.body)
-    assert not is_of_config(tree.body[-1].body[-1].value)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +79,6 @@ class Experts(nn.Module):
         self.twice = nn.SiLU()
         self.twice = nn.Identity()
         self.hidden, self.other = sizes(config)
-        self.outside = nn.SiLU()
         self.factor = 3
         self.overridden = nn.SiLU()
     def gate(self, x): ...
@@ -134,9 +87,6 @@ class Experts(nn.Module):
 
 class Narrow(Experts):
     def overridden(self, x): ...
-
-def change(experts):
-    experts.outside = None
 """
 
 
@@ -147,8 +97,7 @@ def change(experts):
         ("two", ["nn.SiLU()", "nn.GELU()"]),
         ("twice", ["nn.SiLU()", "nn.Identity()"]),
         ("hidden", ["self.hidden, self.other = sizes(config)"]),
-        ("outside", []),
-        ("factor", []),
+        ("factor", ["3"]),
         ("overridden", []),
         ("absent", []),
         ("gate", ["def gate(self, x):\n    ..."]),
@@ -156,17 +105,3 @@ def change(experts):
 )
 def test_an_attribute_is_all_that_the_class_may_assign_to_it(attribute, held):
     assert [ast.unparse(value) for value in anatomy_of(HELD).held("Experts", attribute)] == held
-
-
-@pytest.mark.parametrize(
-    ("lines", "is_number"),
-    [
-        ("half = config.size // 2\n        self.width = half", True),
-        ("size = config.size\n        half = size // 2\n        self.width = half", True),
-        ("half = torch.ones(2)\n        size = half * 2\n        self.width = size", False),
-        ("half = half * 2\n        self.width = half", False),
-    ],
-)
-def test_a_number_may_be_made_of_local_names(lines, is_number):
-    anatomy = anatomy_of(f"class Head(nn.Module):\n    def __init__(self, config):\n        {lines}\n")
-    assert known.is_number(anatomy, "Head", "width") is is_number

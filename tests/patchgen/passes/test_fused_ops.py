@@ -31,18 +31,6 @@ def test_a_product_beside_a_branch_is_found(header):
     assert "ops.swiglu(" in applied(FusedOps(), BEFORE.replace(PRODUCT, f"{header}{PRODUCT}")).module.text
 
 
-def test_a_norm_whose_weight_has_a_size_of_its_own_is_none_of_rows():
-    """A weight of one number fits each width, and the kernel would read further ones behind it."""
-    assert "ops.rms_norm(" in applied(FusedOps(), NORM).module.text
-    size = (
-        "        self.weight = nn.Parameter(torch.ones(hidden_size))",
-        "        size = 1\n        self.weight = nn.Parameter(torch.ones(size))",
-    )
-    assert size[0] in NORM
-    outcome = applied(FusedOps(), NORM.replace(*size))
-    assert outcome.notes == ("ExampleRMSNorm: a norm of another formula, left as it is",)
-
-
 def test_a_gate_around_a_norm_and_a_gated_mlp_of_another_formula_are_named():
     gate = """
 class ExampleGate(nn.Module):
@@ -80,36 +68,3 @@ class ExampleGatedMLP(nn.Module):
         "ExampleGate: a gate around a norm, left as it is; only the norm is a seam",
         "ExampleGatedMLP: a gated MLP of another formula, left as it is",
     )
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "ExampleRMSNorm(8)",
-        "ExampleRMSNorm(*[1])",
-        "ExampleRMSNorm(**{'hidden_size': 1})",
-        "made(1)",
-        "made_like(self.other)",
-        "type(self.norm)(1)",
-        "(kind := ExampleRMSNorm)(1)",
-    ],
-)
-def test_a_norm_that_may_have_a_size_of_its_own_is_none_of_rows(code: str):
-    built = f"""
-class ExampleHeads(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.norm = ExampleRMSNorm(config.hidden_size)
-        self.other = {code}
-
-
-def made(size):
-    return ExampleRMSNorm(size)
-
-
-def made_like(part):
-    return ExampleRMSNorm(part.size)
-"""
-    norm = NORM.replace("eps=1e-6", "eps: float = 1e-6")
-    assert "ops.rms_norm(" in applied(FusedOps(), norm).module.text
-    assert applied(FusedOps(), norm + built).notes == ("ExampleRMSNorm: a norm of another formula, left as it is",)
