@@ -14,7 +14,6 @@ from patchgen.anatomy.classes import (
     base_name,
     calls,
     dotted,
-    loaded,
     own_attribute,
     parameter_names,
 )
@@ -204,12 +203,8 @@ def _let_slices_pass(editor: Editor, anatomy: Anatomy, owner: str, method: Funct
 def _compares_features(anatomy: Anatomy, owner: str, method: FunctionNode, test: ast.expr) -> bool:
     """Whether a check reads placeholders and features: names computed from the tokens, and names that are not."""
     tokens = Sources(anatomy, owner).names(method.body, TOKENS & {*parameter_names(method)})
-    unset = {
-        part
-        for node in ast.walk(test)
-        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot)
-        for part in ast.walk(node)
-    }
+    compared = (node for node in ast.walk(test) if isinstance(node, ast.Compare))
+    unset = {part for node in compared if isinstance(node.ops[0], ast.Is | ast.IsNot) for part in ast.walk(node)}
     read = {node.id for node in ast.walk(test) if isinstance(node, ast.Name) and node not in unset}
     read &= local_names(method) - {"self"}
     return bool(read & tokens) and bool(read - tokens)

@@ -87,10 +87,7 @@ MEDIA = (
     changed("audio_sp", "qwen3_omni_moe", "the layers run backwards", ("        for encoder_layer in self.layers:\n            layer_outputs", "        for encoder_layer in reversed(self.layers):\n            layer_outputs"), because="the order of layers is no matter of slices", gives="# patchgen: audio_sp"),
     changed("fill_back", "qwen3_vl", "features put where they belong by another operation", ("masked_scatter(image_mask, image_embeds)", "index_put((image_mask,), image_embeds)")),
     changed("deepstack_sp", "qwen3_vl", "features put where they belong by another operation", ("masked_scatter(image_mask, image_embeds)", "index_put((image_mask,), image_embeds)")),
-    changed("position_id_func", "qwen3_vl", "the positions renamed", ("get_rope_index", "rope_index_of")),
-    changed("position_id_func", "qwen3_vl", "the default positions below the call", (OWN_POSITIONS, "        outputs = self.language_model(position_ids=position_ids, inputs_embeds=inputs_embeds)\n" + OWN_POSITIONS)),
-    changed("position_id_func", "qwen3_vl", "no default positions", (OWN_POSITIONS, "        if position_ids is None:\n            other_ids = self.compute_3d_position_ids(")),
-    changed("position_id_func", "qwen3_vl", "positions of another method", ("            position_ids = self.compute_3d_position_ids(", "            position_ids = self.compute_plain_position_ids(")),
+    changed("position_id_func", "qwen3_vl", "positions that ask a module", ("spatial_merge_size = self.config.vision_config.spatial_merge_size", "spatial_merge_size = self.visual.spatial_merge_size")),
     changed("max_seqlen", "qwen3_vl", "the longest computed by hand", ('max_seqlen = get_max_seqlen(cu_seqlens, self.config, kwargs={"max_seqlen": max_seqlen})', "max_seqlen = (cu_seqlens[1:] - cu_seqlens[:-1]).max()"), because="a maximum of differences is what the pass serves", gives="ops.max_seqlen("),
 )  # fmt: skip
 
@@ -120,11 +117,7 @@ SEQUENCE = (
     changed("drawn_masks", "deepseek_v4", "the class by an import of its own", ("isinstance(attention_mask, torch.Tensor)", "isinstance(attention_mask, Tensor)"), ("from torch import nn\n", "from torch import Tensor, nn\n"), because="names are resolved", gives="ops.drawn_mask(attention_mask)"),
     changed("drawn_masks", "deepseek_v4", "torch's own question", ("isinstance(attention_mask, torch.Tensor)", "torch.is_tensor(attention_mask)"), because="torch.is_tensor asks the same", gives="ops.drawn_mask(attention_mask)"),
     changed("drawn_masks", "deepseek_v4", "a helper that asks", ("isinstance(attention_mask, torch.Tensor)", "_is_drawn(attention_mask)"), ("class DeepseekV4Attention(", "def _is_drawn(mask):\n    return isinstance(mask, torch.Tensor)\n\n\nclass DeepseekV4Attention("), because="functions of the file are followed", gives="ops.drawn_mask(attention_mask)"),
-    changed("drawn_masks", "deepseek_v4", "a class that no name tells", ("isinstance(attention_mask, torch.Tensor)", "isinstance(attention_mask, self.drawn)")),
-    changed("position_ids", "qwen3_vl", "get_rope_index renamed", ("get_rope_index", "positions_of")),
     changed("position_ids", "qwen3_vl", "position ids renamed", ("position_ids", "positions")),
-    changed("position_ids", "qwen3_vl", "features put in otherwise", (".masked_scatter(", ".put_features(")),
-    changed("position_ids", "qwen3_omni_moe", "features put in otherwise", (".masked_scatter(", ".put_features(")),
 )  # fmt: skip
 
 TEXT_MODEL = "self.language_model = AutoModel.from_config(config.text_config)"
@@ -165,7 +158,6 @@ FORMULAS = (
     changed("fused_ops", "qwen3_moe", "a norm without epsilon", ("torch.rsqrt(variance + self.variance_epsilon)", "torch.rsqrt(variance)")),
     changed("fused_ops", "qwen3_moe", "a norm by a power", ("hidden_states * torch.rsqrt(variance + self.variance_epsilon)", "hidden_states * (variance + self.variance_epsilon) ** -0.5")),
     changed("fused_ops", "qwen3_moe", "a norm by another method", ("hidden_states * torch.rsqrt(variance + self.variance_epsilon)", "hidden_states / (variance + self.variance_epsilon).sqrt()"), ("hidden_states.pow(2)", "hidden_states.square()")),
-    changed("fused_ops", "qwen3_moe", "a norm with a learned epsilon", ("self.norm = Qwen3MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)", "self.norm = Qwen3MoeRMSNorm(config.hidden_size, eps=nn.Parameter(torch.tensor(1e-6)))")),
     changed("fused_ops", "qwen3_moe", "gate and up summed", ("self.act_fn(self.gate_proj(x)) * self.up_proj(x)", "self.act_fn(self.gate_proj(x)) + self.up_proj(x)")),
     changed("fused_ops", "qwen3_moe", "the product taken apart", ("        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))", "        gate = self.act_fn(self.gate_proj(x))\n        down_proj = self.down_proj(gate * self.up_proj(x))")),
     changed("fused_experts", "qwen3_moe", "gate and up swapped", (GATE_UP, GATE_UP.replace("gate, up", "up, gate"))),

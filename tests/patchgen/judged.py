@@ -8,11 +8,11 @@ assert judged(case).kind in (REFUSED, TOLD)      # otherwise the change is silen
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
-from changed_sources import UPSTREAM, SourceChange
-from generation_cases import default_config, edited
+from changed_sources import SourceChange
+from generation_cases import default_config, edited, load
 
 from patchgen import pipeline, provenance
 from patchgen.errors import PatchgenError
@@ -49,14 +49,16 @@ def judged(
     pool: RankPool | None = None,
     layouts: Sequence[Layout] = mutants_on_ranks.LAYOUTS,
     variants: Iterable[str] = BASE,
+    implementations: Collection[str] = (),
 ) -> Verdict:
     """The verdict on a change; `by` is the refusing pass, or which part of the proof tells it.
 
     Args:
         pool: two ranks, asked if nothing tells the change in one process.
         variants: of the config; each takes seconds.
+        implementations: those of seams that the proof compares beside those of a run.
     """
-    origin = edited(UPSTREAM[case.model], *case.edits)
+    origin = edited(load(case.model), *case.edits)
     try:
         generated = pipeline.generate(origin, default_config(case.model))
     except PatchgenError as error:
@@ -71,7 +73,8 @@ def judged(
         folder = module.folder / "generated"
         provenance.write(generated, folder, force=True)
         try:
-            found = told.findings(changed, getattr(registry.read_model(folder).load(), head), variants=tuple(variants))
+            generated_class = getattr(registry.read_model(folder).load(), head)
+            found = told.findings(changed, generated_class, variants=tuple(variants), implementations=implementations)
         except Exception as error:  # of the generated file alone: upstream's has run
             reraise_machine_failure(error)
             return Verdict(TOLD, one_line(error), told.PROOF)
@@ -89,7 +92,7 @@ def judged(
 @functools.cache
 def usual(model: str, variants: tuple[str, ...] = BASE) -> told.Findings:
     """What the proof says of the unchanged file."""
-    origin: Upstream = UPSTREAM[model]
+    origin: Upstream = load(model)
     generated = pipeline.generate(origin, default_config(model))
     head = head_of(generated, origin)
     with changed_module(origin.module, origin.text, {}) as module:

@@ -11,9 +11,7 @@ from patchgen import pipeline
 from patchgen.anatomy import Role
 
 DOUBLED = "def doubled(function):\n    return lambda *args: 2 * function(*args)\n\n\n"
-OTHER_NORM = "def softer(self, x):\n    return x\n\n\n"
 ROTATE = "def rotate_half(x):"
-APPLY = '@use_kernel_forward_from_hub("rotary_pos_emb")\ndef apply_rotary'
 NORM = "class Gemma3RMSNorm(nn.Module):"
 CONVOLVED = "            hidden_states = causal_conv1d_fn(hidden_states, self.conv.weight.squeeze(1), self.conv.bias, **kwargs)\n"
 
@@ -29,11 +27,7 @@ ENCODED = """        image_grid_thw: torch.LongTensor | None = None,
 # model, title, edits, what the note says
 LEFT = (
     ("gemma3", "a wrapped helper of a norm", ((NORM, DOUBLED + NORM), ("    def _norm(self, x):", "    @doubled\n    def _norm(self, x):")), "Gemma3RMSNorm: a norm of another formula"),
-    ("gemma3", "a helper replaced below its class", ((ROTATE, OTHER_NORM + "Gemma3RMSNorm._norm = softer\n\n\n" + ROTATE),), "Gemma3RMSNorm: a norm of another formula"),
-    ("gemma3", "a helper replaced by setattr", ((ROTATE, OTHER_NORM + 'setattr(Gemma3RMSNorm, "_norm", softer)\n\n\n' + ROTATE),), "Gemma3RMSNorm: a norm of another formula"),
     ("llama", "a wrapped rotation", ((ROTATE, DOUBLED + "@doubled\n" + ROTATE),), "apply_rotary_pos_emb: a rotary embedding of another formula"),
-    ("llama", "a rotation replaced below", ((APPLY, "rotate_half = torch.neg\n\n\n" + APPLY),), "apply_rotary_pos_emb: a rotary embedding of another formula"),
-    ("llama", "a rotation wrapped below", ((APPLY, DOUBLED + "rotate_half = doubled(rotate_half)\n\n\n" + APPLY),), "apply_rotary_pos_emb: a rotary embedding of another formula"),
     ("llama", "torch's attention by a local name", ((INTERFACE, "        attend = nn.functional.scaled_dot_product_attention\n        value_states = attend(query_states, key_states, value_states)\n" + INTERFACE),), "calls nn.functional.scaled_dot_product_attention itself"),
     ("llama", "torch's attention from a table", (("def repeat_kv(", 'ATTEND = {"sdpa": torch.nn.functional.scaled_dot_product_attention}\n\n\ndef repeat_kv('), (INTERFACE, '        value_states = ATTEND["sdpa"](query_states, key_states, value_states)\n' + INTERFACE)), "calls torch.nn.functional.scaled_dot_product_attention itself"),
     ("qwen3_vl", "another formula of grids by another name", ((ENCODED, ENCODED.replace("image_grid_thw", "grids")), (SIZES, SIZES.replace("image_grid_thw", "grids").replace("2)", "2 + 2)"))), "grids.prod(-1) // self.visual.spatial_merge_size ** 2 + 2 is not the features of each grid"),

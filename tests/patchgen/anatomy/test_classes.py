@@ -117,7 +117,7 @@ def test_an_auto_class_is_transformers_own(imports: str, known: int):
         ("size", ["config.size", "7", "self.size += 1"]),
         ("head", ["nn.Linear(8, 8)", "None"]),
         ("one", ["self.one, self.two = (Part(config), 2)", "kind"]),
-        ("part", ["self.part.size = 2", "new"]),
+        ("part", ["self.part.size = 2"]),
         ("table", ["self.table['part'] = 3"]),
         ("limit", []),
     ],

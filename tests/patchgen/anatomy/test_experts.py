@@ -46,7 +46,6 @@ GUESSED = {
         ("nn.functional.linear(current_state", "linear(current_state"),
         above("def linear(x, weight):\n    return 2 * (x @ weight.T)"),
     ),
-    "a library function put in torch's place": (above("nn.functional.linear = lambda x, weight: x @ weight.T * 2"),),
     "a module that is called like torch's": (
         ("nn.functional.linear(current_state", "F.linear(current_state"),
         ("import torch.nn.functional as F", "from . import functional as F"),

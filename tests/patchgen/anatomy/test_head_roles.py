@@ -64,7 +64,6 @@ TO_VOCABULARY = (
     ("nn.Linear(8, self.vocab_size)", ""),  # of which the file says no more
     ("nn.Linear(*sizes)", "sizes = (8, config.vocab_size)\n"),
     ("nn.Sequential(nn.Dropout(0.1), nn.Linear(8, config.vocab_size))", ""),
-    ("nn.Sequential(nn.Dropout(0.1), last)", "last = nn.Linear(8, config.vocab_size)\n"),
 )
 TO_OTHERS = (
     ("nn.Linear(8, config.num_labels + 0)", ""),
@@ -74,6 +73,7 @@ TO_OTHERS = (
     ("nn.Sequential(nn.Linear(8, config.vocab_size), nn.Linear(config.vocab_size, 8))", ""),
     ("nn.Linear(8, self.vocab_size)", "self.vocab_size = 8\n"),
     ("nn.Sequential()", ""),
+    ("nn.Sequential(nn.Dropout(0.1), last)", "last = nn.Linear(8, config.vocab_size)\n"),  # left as upstream wrote it
     ("head", "head = make()\nlast = nn.Sequential(head)\nhead = nn.Sequential(last)\n"),
 )
 

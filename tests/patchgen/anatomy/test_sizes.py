@@ -57,7 +57,6 @@ def test_a_size_is_named_by_what_it_is_read_from(value: str, name: str | None):
     [
         ("self.side = 3", "Tower(config)"),
         ("self.side = config.patch_size", "Tower(config)"),
-        ("config.merge_size = 3", "Tower(config)"),
         ("self.side = self.side", "Tower(config)"),
         ("pass", "Tower(config) if other else Other(config)"),
         ("pass", "Tower(config) if other is None else other"),

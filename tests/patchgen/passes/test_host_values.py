@@ -99,28 +99,6 @@ def test_sizes_are_those_of_a_collator_by_what_the_config_calls_the_mergers_side
     assert len(applied(HostValues(), tower + merged.replace("    def get_image", init, 1)).hits) == hits
 
 
-@pytest.mark.parametrize(("parameter", "hits"), [("config", 1), ("size", 0)])
-def test_a_side_is_a_configs_only_where_init_takes_one(parameter, hits):
-    """A local of another meaning may have an attribute of that name."""
-    text = f"""
-class ExampleVision(ExamplePreTrainedModel):
-    def __init__(self, {parameter}):
-        super().__init__({parameter})
-        self.merge = config.spatial_merge_size
-
-
-class ExampleModel(ExamplePreTrainedModel):
-    def __init__(self, config):
-        super().__init__(config)
-        self.visual = ExampleVision(config)
-
-    def get_image_features(self, pixel_values, image_grid_thw, **kwargs):
-        split_sizes = (image_grid_thw.prod(-1) // self.visual.merge**2).tolist()
-        return torch.split(pixel_values, split_sizes)
-"""
-    assert len(applied(HostValues(), text).hits) == hits
-
-
 @pytest.mark.parametrize(
     ("decorator", "lines"),
     [
