@@ -80,7 +80,8 @@ class Checkpointer(SavedSteps):
 
     Attributes:
         directory: of the checkpoints, on storage that all ranks share.
-        keep: how many complete checkpoints are kept.
+        keep: how many complete checkpoints are kept: the newest.
+        kept: steps that are kept besides.
     """
 
     def __init__(self, directory: str | Path, *, keep: int = 3) -> None:
@@ -88,6 +89,7 @@ class Checkpointer(SavedSteps):
             raise ValueError(f"Checkpointer.keep must be at least 1, not {keep}.")
         super().__init__(directory)
         self.keep = keep
+        self.kept: frozenset[int] = frozenset()
         self._rank, self._world = rank_and_world_size()
         # Writing happens in a thread, so its collectives need a separate group, on the host.
         group = dist.new_group(backend="gloo", timeout=TIMEOUT) if dist.is_initialized() else None
@@ -244,7 +246,7 @@ class Checkpointer(SavedSteps):
             final.rename(self.directory / f".{final.name}.replaced")
         partial.rename(final)
         sync_folder(self.directory)
-        for old in self.complete_steps()[: -self.keep]:
+        for old in (step for step in self.complete_steps()[: -self.keep] if step not in self.kept):
             # Renamed first, so that it does not look like a damaged checkpoint while it is deleted.
             doomed = self.directory / f".{folder_name(old)}.old"
             (self.directory / folder_name(old)).rename(doomed)

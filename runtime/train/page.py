@@ -90,6 +90,7 @@ def page(
         warnings=[(entry["step"], entry["warning"]) for entry in entries if entry.get("warning")],
         curves=[plots.curve(points, name) for name, points in curves.items() if len(points) > 1],
         experts=plots.heat_map(experts["counts"], f"load of each expert at step {experts['step']}") if experts else "",
+        samples=next((entry for entry in reversed(entries) if "samples" in entry), None),
         sources=totals_by_source(entries),
         data=data,
         report=start.report,

@@ -106,6 +106,19 @@ class Recipe:
             )
         if train.eval_every and self.eval_data is None:
             raise ValueError("train.eval_every is set, but there is no section eval_data to read from.")
+        for name, value in (("train.patience", train.patience), ("checkpoint.keep_best", self.checkpoint.keep_best)):
+            if value and not train.eval_every:
+                raise ValueError(
+                    f"{name} asks for evaluations during the run. To fix: set train.eval_every, and eval_data."
+                )
+        if train.prompts and self.eval_data is None:
+            raise ValueError(
+                "train.prompts are continued at evaluations. To fix: add a section eval_data, or remove them."
+            )
+        if self.checkpoint.export == "best" and not self.checkpoint.keep_best:
+            raise ValueError(
+                "checkpoint.export: best needs the best step's checkpoint. To fix: set checkpoint.keep_best: true."
+            )
 
     @property
     def evaluation_data(self) -> DataConfig | None:

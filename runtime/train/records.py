@@ -85,14 +85,24 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """One of the recipe's prompts, and how the model continued it."""
+
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Summary:
     """How a run ended.
 
     Attributes:
-        reason: "steps": all steps taken; "data": the data ended; "stop": requested by Ctrl-C or SIGTERM.
+        reason: "steps": all steps taken; "data": the data ended; "patience": no lower evaluation loss for `train.patience`
+            evaluations; "stop": requested by Ctrl-C or SIGTERM.
         export: the folder with the trained model, or None.
         data: the loader's summary of used and dropped samples.
         skipped: how many steps changed no weight, because a gradient was not finite; on rank 0 those before a resume, too.
+        best_step, best_loss: of the evaluation with the lowest loss; None: no evaluation gave a finite loss.
     """
 
     steps: int
@@ -101,6 +111,8 @@ class Summary:
     export: str | None
     data: str = ""
     skipped: int = 0
+    best_step: int | None = None
+    best_loss: float | None = None
 
 
 class Listener:
@@ -114,6 +126,9 @@ class Listener:
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """After each evaluation."""
+
+    def on_samples(self, step: int, samples: list[Sample]) -> None:
+        """After an evaluation at this step, in a run with `train.prompts`."""
 
     def on_end(self, summary: Summary) -> None:
         """At the end, unless an error ended the run."""

@@ -15,7 +15,8 @@ from patchgen.runtime.data import Loader
 from patchgen.runtime.data.agreement import run_on_all_ranks
 from patchgen.runtime.parallel import watch
 from patchgen.runtime.parallel.collectives import broadcast_object
-from patchgen.runtime.train import resume_changes
+from patchgen.runtime.train import resume_changes, run_log
+from patchgen.runtime.train.evaluation import BestStep
 from patchgen.runtime.train.recipe import Recipe, to_yaml
 
 Result = TypeVar("Result")
@@ -85,6 +86,34 @@ class RunCheckpoints:
                 self._handle_failure(error)
                 return
         self.saved_step = step
+
+    def best_of_log(self, patience: int) -> BestStep:
+        """The best step of the run so far, whose checkpoint is kept from now on (collective).
+
+        With `checkpoint.keep_best` a step without a checkpoint, of a start without that option, is told and forgotten.
+        """
+
+        def read() -> BestStep:
+            best = BestStep.of_log(run_log.read(self.recipe.directory), self.saved_step, patience)
+            is_lost = best.step is not None and best.step not in self.checkpointer.complete_steps()
+            if not (self.recipe.checkpoint.keep_best and is_lost):
+                return best
+            print(f"Step {best.step}, the best so far, has no checkpoint: the best from here on is kept.", flush=True)
+            return BestStep(patience)
+
+        best = _on_rank_0(read)
+        if best.step is not None and self.recipe.checkpoint.keep_best:
+            self.keep(best.step)
+        return best
+
+    def keep(self, step: int) -> None:
+        """Keeps the checkpoint of this step, which may not be saved yet, besides the newest ones; one kept before is no longer."""
+        self.checkpointer.kept = frozenset({step})
+
+    def load_weights(self, step: int | None) -> None:
+        """Loads the weights of a step into the model, and nothing else; None: those of no step (collective)."""
+        if step is not None and step != self.saved_step:
+            self.checkpointer.load(step, model=self.model)
 
     def wait_for_pending(self) -> None:
         """Waits for a pending save; whether a failed one ends the run is `checkpoint.on_failed`."""

@@ -2,6 +2,7 @@
 
 {"step": 1, "loss": 8.31, "grad_norm": 2.4, "lr": 0.0001, "tokens": 8192, ...}
 {"step": 20, "eval_loss": 5.02, "labels": 16210}
+{"step": 20, "samples": [{"prompt": "The capital of France", "text": " is Paris."}]}
 
 With several data sources an entry has their figures as well: `"sources": {"chats": {"tokens": 812, "labels": 390,
 "loss": 1.93}, ...}`, or `eval_sources` for an evaluation. With experts it has `expert_load`, the load of the busiest one, and
@@ -28,7 +29,7 @@ import yaml
 
 from patchgen.runtime.checkpoint.small_files import free_space
 from patchgen.runtime.train.recipe import RecipeError
-from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary, TrainingStopped
+from patchgen.runtime.train.records import Evaluation, Listener, RunStart, Sample, StepRecord, Summary, TrainingStopped
 from patchgen.runtime.train.sources import SourceFigures
 
 STEPS, SUMMARY, EXPERTS = "steps.jsonl", "summary.json", "experts.json"
@@ -72,6 +73,9 @@ class RunLog(Listener):
         values = dataclasses.asdict(evaluation)
         entry = {"step": values["step"], "eval_loss": values["loss"], "labels": values["labels"]}
         self._write(entry | ({"eval_sources": values["sources"]} if values["sources"] else {}))
+
+    def on_samples(self, step: int, samples: list[Sample]) -> None:
+        self._write({"step": step, "samples": [dataclasses.asdict(sample) for sample in samples]})
 
     def on_end(self, summary: Summary) -> None:
         with writing(self.directory / SUMMARY, self.on_failed) as path:

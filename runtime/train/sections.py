@@ -218,6 +218,10 @@ class TrainConfig:
             running them (4,096 tokens per GPU, say). Needs `data.pad_batches`, and one batch per batch group and step.
         eval_every: steps between evaluations; there is one at the end of a run that was not stopped. 0: only that one.
         eval_batches: maximum number of packed batches of an evaluation, over all ranks.
+        patience: evaluations in a row without a lower loss after which the run ends; 0: it takes all steps.
+        prompts: texts that the model continues at each evaluation, by its likeliest tokens, for the log and the page of the run. In
+            a run on conversations each is a user's message.
+        prompt_tokens: the most tokens of a continuation.
         profile_start: first step of the profiler's window, counted from where the run starts or resumes.
         profile_steps: number of steps in the profiler's window; 0: no profile. Traces go to `profile/` of the run.
         restarts: how often failed ranks are restarted from the last checkpoint.
@@ -232,6 +236,9 @@ class TrainConfig:
     cuda_graph: bool = False
     eval_every: NonNegativeInt = 0
     eval_batches: PositiveInt = 8
+    patience: NonNegativeInt = 0
+    prompts: tuple[str, ...] = ()
+    prompt_tokens: PositiveInt = 64
     profile_start: PositiveInt = 10
     profile_steps: NonNegativeInt = 0
     restarts: NonNegativeInt = 0
@@ -244,18 +251,21 @@ class CheckpointConfig:
     Attributes:
         every: steps between checkpoints; 0: only at the end and when stopped.
         keep: number of newest checkpoints to keep.
+        keep_best: save a checkpoint at each evaluation with a lower loss than all before it, and keep the last of these, too.
         asynchronous: write while training continues.
         on_failed: a failed write of a checkpoint or the log (a full disk, say) stops the run, or is reported and skipped.
-        export: write the trained model in upstream's layout to `export/` at the end.
+        export: write the trained model in upstream's layout to `export/` at the end; "best": that of the step that `keep_best`
+            keeps.
         export_dtype: of the exported floating-point weights; null: for each tensor, that of the checkpoint that was loaded; of
             a model that started from random weights, `model.dtype`.
     """
 
     every: NonNegativeInt = 0
     keep: PositiveInt = 3
+    keep_best: bool = False
     asynchronous: bool = True
     on_failed: Literal["stop", "continue"] = "stop"
-    export: bool = True
+    export: bool | Literal["best"] = True
     export_dtype: DtypeName | None = None
 
 

@@ -29,10 +29,11 @@ from patchgen.runtime.objectives import encoder_decoder
 from patchgen.runtime.parallel.collectives import broadcast_object, gather_objects
 from patchgen.runtime.train import architecture, run_lock
 from patchgen.runtime.train import model as models
+from patchgen.runtime.train.lora import FOLDER as ADAPTERS
 from patchgen.runtime.train.page import RunPage
 from patchgen.runtime.train.recipe import ModelConfig, Recipe, RecipeError, flatten, to_dict
 from patchgen.runtime.train.records import Listener
-from patchgen.runtime.train.run_log import RunLog, Tracker
+from patchgen.runtime.train.run_log import RunLog, Tracker, read_summary
 from patchgen.runtime.train.view import progress_view
 from patchgen.runtime.verify.verdict import one_line
 
@@ -319,6 +320,18 @@ def _side_files_folder(model: ModelConfig) -> Path | None:
     another tokenizer."""
     is_other = model.weights not in ("auto", "random")
     return Path(model.source) if is_other and Path(model.source).is_dir() else models.weights_folder(model)
+
+
+def existing_export(recipe: Recipe, step: int) -> Path | None:
+    """The complete export of this step by an earlier start, if rank 0 finds one (collective)."""
+    export = None
+    if dist.get_rank() == 0:
+        previous = read_summary(recipe.directory)
+        folder = ADAPTERS if recipe.lora is not None and not recipe.lora.merge else EXPORT
+        if previous and previous["steps"] == step and Path(previous["export"] or "").name == folder:
+            export = previous["export"] if is_complete(Path(previous["export"])) else None
+    export = broadcast_object(export)
+    return Path(export) if export is not None else None
 
 
 def is_complete(export: Path) -> bool:

@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,10 +28,22 @@ from patchgen.runtime.data.agreement import run_on_all_ranks
 from patchgen.runtime.objectives import learning
 from patchgen.runtime.objectives.batch import inputs_of
 from patchgen.runtime.parallel import gradients, loss, peer_memory, report, sharding, watch
-from patchgen.runtime.parallel.collectives import all_reduce, broadcast_object
+from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.reshard import reshard
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import first_loss, flops, lora, optimizers, reading, router_loads, run_lock, run_log, setup
+from patchgen.runtime.train import (
+    evaluation,
+    first_loss,
+    flops,
+    lora,
+    optimizers,
+    reading,
+    router_loads,
+    run_lock,
+    run_log,
+    samples,
+    setup,
+)
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.captured import CapturedStep
 from patchgen.runtime.train.feed import Batches, End, Feed, StepBatches, micro_batches_per_step, require_first_step
@@ -101,7 +112,9 @@ class Trainer:
         self.router_loads = router_loads.of_model(self.model) if recipe.log.expert_load else None
         self.step, self.evaluated_step = 0, 0
         self.skipped, self.num_skipped = 0, 0  # in a row, and in the whole run
-        self.checkpoints: RunCheckpoints | None = None  # set by `run`
+        self.prompts = samples.of_recipe(recipe, self.model, self.parts.tokenizer)
+        self.checkpoints: RunCheckpoints | None = None  # set by `run`, which also reads the log's best step
+        self.best = evaluation.BestStep(train.patience)
 
     def open_data(self) -> tuple[setup.DataParts, Loader, Loader | None]:
         """Tokenizer, processor and both loaders, so that errors of the evaluation data come now and not after hours."""
@@ -129,6 +142,7 @@ class Trainer:
             position = self.checkpoints.resume()
             self.first_step = self.step = self.checkpoints.saved_step
             self.num_skipped = run_log.num_skipped(recipe.directory, self.step) if dist.get_rank() == 0 else 0
+            self.best = self.checkpoints.best_of_log(recipe.train.patience)
             if self.step >= steps and dist.get_rank() == 0:
                 print(
                     f"Nothing to train: {recipe.directory} has {self.step} of {steps} steps. Start anew with --fresh, or "
@@ -146,7 +160,10 @@ class Trainer:
             watched.enter_context(parallel.using(self.state))
             profiler = watched.enter_context(setup.profiler(recipe))
             feed = self.feed(self.loader, self.num_micro_batches, stop.requested)
-            upcoming: StepBatches | End = feed.next() if self.step < steps else End("steps")
+            is_over = self.step >= steps or self.best.is_over
+            upcoming: StepBatches | End = (
+                End("steps" if self.step >= steps else "patience") if is_over else feed.next()
+            )
             while isinstance(upcoming, StepBatches):
                 started, batches = time.perf_counter(), upcoming
                 share = self.forward_backward(batches)
@@ -165,10 +182,11 @@ class Trainer:
                 if recipe.checkpoint.every and self.step % recipe.checkpoint.every == 0 and self.step < steps:
                     self.checkpoints.save(self.step, position, asynchronous=recipe.checkpoint.asynchronous)
                 if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
-                    self.evaluate()
+                    self.keep_if_best(self.evaluate(), position)
+                    upcoming = End("patience") if self.best.is_over else upcoming
             is_unevaluated = self.first_step < self.step != self.evaluated_step
             if self.eval_loader is not None and upcoming.reason != "stop" and is_unevaluated:
-                self.evaluate()
+                self.keep_if_best(self.evaluate(), position)
             watched.close()  # the rest is writing, which has no time limit
             self.checkpoints.wait_for_pending()
             if self.checkpoints.saved_step != self.step:
@@ -291,41 +309,25 @@ class Trainer:
 
     # ----------------------------------------------------------------------------------------- evaluation
 
-    @torch.no_grad()
-    @reading.kept_generators()
     def evaluate(self) -> Evaluation:
-        """The mean loss per item, without router losses, over the first `eval_batches` packed batches.
-
-        Raises:
-            DataError: on all ranks, if there is no batch.
-        """
-        assert self.eval_loader is not None, "only called with evaluation data"
-        self.eval_loader.load_state_dict(copy.deepcopy(self.eval_start))
-        eval_steps = micro_batches_per_step(self.recipe.train.eval_batches, self.state.config.num_batches)
-        feed = self.feed(self.eval_loader, 1)
-        started, total, labels, num_items = time.perf_counter(), torch.zeros((), device=self.device), 0, 0
-        counts = numpy.zeros((feed.num_sources, 2), dtype=numpy.int64)
-        self.model.eval()
-        for batches in feed.steps(eval_steps):
-            items = torch.tensor(max(1, batches.items), device=self.device)
-            inputs, objective = self.learning.prepare(batches.micro_batches[0])
-            read = self.eval_source_losses.reader(batches.micro_batches[0]) if self.eval_source_losses else None
-            with loss.step(items, router_loss=False, objective=objective, read_losses=read):
-                total += self.model(**inputs, num_items_in_batch=items, use_cache=False).loss * items
-            labels, num_items = labels + batches.labels, num_items + batches.items
-            counts += numpy.array(batches.sources, dtype=numpy.int64).reshape(counts.shape)
-        self.model.train()
-        reshard(self.model)
-        if not num_items:
-            raise reading.nothing_to_evaluate(self.eval_loader, self.state)
-        mean = float(all_reduce(total, operation="add up the evaluation loss")) / num_items
-        by_source = self.eval_source_losses.figures(counts.tolist()) if self.eval_source_losses else None
-        seconds = time.perf_counter() - started
-        result = Evaluation(step=self.step, loss=mean, labels=labels, seconds=seconds, sources=by_source)
+        """Measures the loss on the evaluation data, continues the recipe's prompts, and tells the listeners (collective)."""
+        result = evaluation.measure(self)
         self.evaluated_step = self.step
         for listener in self.listeners:
             listener.on_evaluation(result)
+        if self.prompts is not None:
+            texts = self.prompts.continued(self.model, self.state, self.device)
+            for listener in self.listeners:
+                listener.on_samples(self.step, texts)
         return result
+
+    def keep_if_best(self, result: Evaluation, position: dict[str, Any]) -> None:
+        """Counts an evaluation for `train.patience`; a new best step is saved and kept, with `checkpoint.keep_best`."""
+        assert self.checkpoints is not None, "set by `run`"
+        if self.best.add(result.step, result.loss) and self.recipe.checkpoint.keep_best:
+            self.checkpoints.keep(self.step)
+            if self.checkpoints.saved_step != self.step:
+                self.checkpoints.save(self.step, position, asynchronous=self.recipe.checkpoint.asynchronous)
 
     # --------------------------------------------------------------------------------------------- the end
 
@@ -342,11 +344,13 @@ class Trainer:
             )
         folder = None
         if reason != "stop" and self.recipe.checkpoint.export:
-            folder = self.existing_export() if self.step == self.first_step else None
+            folder = setup.existing_export(self.recipe, self.step) if self.step == self.first_step else None
             if folder is None:
+                if self.recipe.checkpoint.export == "best" and self.checkpoints is not None:
+                    self.checkpoints.load_weights(self.best.step)
                 folder = self.export()
             elif dist.get_rank() == 0:
-                print(f"Nothing to export: {folder} has the model of step {self.step}.", flush=True)
+                print(f"Nothing to export: {folder} has what this run exports at step {self.step}.", flush=True)
         summary = Summary(
             steps=self.step,
             reason=reason,
@@ -354,6 +358,8 @@ class Trainer:
             export=str(folder) if folder else None,
             data=reading.counters_of(self.loader, self.state).summary(),
             skipped=self.num_skipped,
+            best_step=self.best.step,
+            best_loss=self.best.loss if self.best.step is not None else None,
         )
         for listener in self.listeners:
             listener.on_end(summary)
@@ -368,17 +374,6 @@ class Trainer:
             return folder
         lora.merge(self.adapted)
         return setup.export(self.recipe, self.model, self.parts)
-
-    def existing_export(self) -> Path | None:
-        """The complete export of this step by an earlier start, if rank 0 finds one (collective)."""
-        export = None
-        if dist.get_rank() == 0:
-            previous = run_log.read_summary(self.recipe.directory)
-            folder = lora.FOLDER if self.recipe.lora is not None and not self.recipe.lora.merge else setup.EXPORT
-            if previous and previous["steps"] == self.step and Path(previous["export"] or "").name == folder:
-                export = previous["export"] if setup.is_complete(Path(previous["export"])) else None
-        export = broadcast_object(export)
-        return Path(export) if export is not None else None
 
     # -------------------------------------------------------------------------------------------- records
 

@@ -18,13 +18,14 @@ from rich.table import Table
 from rich.text import Text
 
 from patchgen.runtime.data.problems import ALL_USED
-from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary
+from patchgen.runtime.train.records import Evaluation, Listener, RunStart, Sample, StepRecord, Summary
 from patchgen.runtime.train.sources import SourceFigures
 
 BARS = " ▁▂▃▄▅▆▇█"
 ENDINGS = {
     "steps": "all steps taken",
     "data": "the data ended",
+    "patience": "no lower evaluation loss for train.patience evaluations",
     "stop": "stopped on request; run the same command to continue",
 }
 
@@ -68,6 +69,10 @@ class PlainView(Listener):
             + (f"\n     {source_losses(evaluation.sources)}" if evaluation.sources else ""),
             flush=True,
         )
+
+    def on_samples(self, step: int, samples: list[Sample]) -> None:
+        for sample in samples:
+            print(f"step {step}   {shown(sample)}", flush=True)
 
     def on_end(self, summary: Summary) -> None:
         print(ending(summary), flush=True)
@@ -120,6 +125,10 @@ class LiveView(Listener):
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
 
+    def on_samples(self, step: int, samples: list[Sample]) -> None:
+        for sample in samples:
+            self._console.print(f"step {step}   {shown(sample)}", highlight=False, markup=False)
+
     def on_end(self, summary: Summary) -> None:
         self.close()
         self._console.print(ending(summary), highlight=False)
@@ -170,6 +179,11 @@ def source_losses(sources: dict[str, SourceFigures]) -> str:
     return "   ".join(f"{name} {losses[name]} ({source.tokens:,} tokens)" for name, source in sources.items())
 
 
+def shown(sample: Sample) -> str:
+    """A prompt and its continuation in one line."""
+    return f"{sample.prompt!r} -> {sample.text!r}"
+
+
 def ending(summary: Summary) -> str:
     """How the run ended, and its folders; if steps were skipped, or samples dropped or truncated, a line each says so."""
     where = f"   export: {summary.export}" if summary.export else ""
@@ -177,8 +191,9 @@ def ending(summary: Summary) -> str:
     skipped = (
         f"\nskipped: {summary.skipped} of {summary.steps} steps changed no weight (gradients that are not finite)"
     )
+    best = f"   best: step {summary.best_step}, evaluation loss {summary.best_loss:.4f}" if summary.best_step else ""
     return (
-        f"step {summary.steps}: {ENDINGS[summary.reason]}   run: {summary.directory}{where}"
+        f"step {summary.steps}: {ENDINGS[summary.reason]}{best}   run: {summary.directory}{where}"
         f"{skipped if summary.skipped else ''}{left_out}"
     )
 

@@ -18,7 +18,7 @@ from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataError
 from patchgen.runtime.train import resume_changes, setup
 from patchgen.runtime.train.recipe import RecipeError, from_dict
-from patchgen.runtime.train.records import Evaluation, Listener, StepRecord, Summary
+from patchgen.runtime.train.records import Evaluation, Listener, Sample, StepRecord, Summary
 from patchgen.runtime.train.trainer import Trainer, TrainingStopped
 
 
@@ -28,12 +28,16 @@ class Kept(Listener):
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
         self.evaluations: list[Evaluation] = []
+        self.samples: list[tuple[int, list[Sample]]] = []
 
     def on_step(self, record: StepRecord) -> None:
         self.steps.append(record)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
+
+    def on_samples(self, step: int, samples: list[Sample]) -> None:
+        self.samples.append((step, samples))
 
 
 def train(values: dict) -> tuple[list[float], list[float], Summary]:
@@ -66,6 +70,13 @@ def train_and_evaluate(values: dict) -> tuple[list[float], list[Evaluation]]:
     trainer.run()
     assert not any(with_logits), with_logits
     return [record.loss for record in kept.steps], kept.evaluations
+
+
+def train_with_samples(values: dict) -> tuple[list[float], list[tuple[int, list[Sample]]], Summary]:
+    """Losses, what the prompts were continued with, and the end of a run that leaves its files behind."""
+    kept, recipe = Kept(), from_dict(values)
+    summary = Trainer(recipe, torch.device("cpu"), (kept, *setup.listeners(recipe))).run()
+    return [record.loss for record in kept.steps], kept.samples, summary
 
 
 def figures_of_sources(values: dict) -> list[tuple[float, int, dict]]:
