@@ -40,7 +40,7 @@ def config_path(upstream: Upstream) -> str:
 
 def check_imports(module: Module, upstream: Upstream) -> None:
     """Raises ConfigError if the generated form of a file on disk would import, at its top level, modules that are not beside
-    it."""
+    it, or hides the names of torch or transformers, by which passes know what code means, in a star import."""
     if upstream.version is not None or upstream.module.startswith("transformers."):
         return
     package_prefix = f"{upstream.package}."
@@ -52,6 +52,8 @@ def check_imports(module: Module, upstream: Upstream) -> None:
         modules += [name.removeprefix(package_prefix).split(".")[0]] if name.startswith(package_prefix) else []
         absent = [f"{module_name}.py" for module_name in modules if f"{module_name}.py" not in upstream.siblings]
         missing += [f"{file}, which it imports: put the file beside {upstream.origin}" for file in absent]
+        if statement.names[0].name == "*" and name.split(".")[0] in ("torch", "transformers"):
+            missing.append(f"names hidden by `{ast.unparse(statement)}`: write out those that the file uses")
     if missing:
         listed = "".join(f"\n  {message}" for message in dict.fromkeys(missing))
-        raise ConfigError(f"{upstream.given or upstream.origin} imports what does not exist:{listed}")
+        raise ConfigError(f"{upstream.given or upstream.origin} imports what cannot be found:{listed}")

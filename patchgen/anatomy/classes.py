@@ -311,7 +311,7 @@ def is_compound(node: ast.AST) -> bool:
 
 def stores_of(info: ClassInfo, attribute: str) -> list[ast.expr | ast.stmt]:
     """Every value that a method of the class assigns to `self.<attribute>`: both of `a if c else b`; the statement where the
-    assignment is not a plain one. Setters, such as transformers' `set_output_embeddings(new)`, are ignored."""
+    assignment is not a plain one. Methods called `set_...`, as transformers' setters, are ignored."""
     values: list[ast.expr | ast.stmt] = []
     for method in info.methods.values():
         for statement in walk(method) if not method.name.startswith("set_") else ():

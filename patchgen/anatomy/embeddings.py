@@ -7,15 +7,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from patchgen.anatomy.classes import (
-    FunctionNode,
-    arguments,
-    loaded,
-    own_attribute,
-    parameter_names,
-    stored,
-    walk,
-)
+from patchgen.anatomy.classes import FunctionNode, arguments, loaded, own_attribute, parameter_names, stored, walk
 from patchgen.anatomy.flow import LINEAR, NONE, Flow, Marks, Sources, handed
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.known import POINTWISE, made_buffers

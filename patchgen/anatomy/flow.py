@@ -1,6 +1,6 @@
 """Data flow: marks say what a value is computed from, and pass from parameters through assignments and calls.
 
-Each subclass of `Flow` (`Attention`, `Rotary`, `Embedder`) defines which marks operations add. Branches are joined, loop
+Each subclass of `Flow` (`Sources`, `Attention`, `Rotary`, `Embedder`) defines which marks operations add. Branches are joined, loop
 bodies run twice, functions and methods of the file are followed; the result of an operation that the subclass does not know
 has the marks of its operands.
 """
@@ -225,7 +225,9 @@ class Sources(Flow):
 
     def _call(self, call: ast.Call) -> Marks:
         is_made = self._method and own_attribute(call.func) == self._method
-        given = map(self.value, all_arguments(call))  # of a method of the file, too: by its branches, if not by its result
+        given = map(
+            self.value, all_arguments(call)
+        )  # of a method of the file, too: by its branches, if not by its result
         return super()._call(call).union(self.MADE if is_made else NONE, *given)
 
 

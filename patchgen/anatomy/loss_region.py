@@ -85,6 +85,11 @@ def find_region(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anat
     between = [node for node in body[start + 1 : end] if not _is_unset(node, call.loss)]
     inside = [node for i, node in enumerate(between) if _makes(node, logits, between[i + 1 :])]
     outside = [node for node in between if node not in inside]
+    # The function that makes logits binds names of its own: what they hold would be lost to other code.
+    if lost := (set(stored(first, *inside)) - {logits}) & {call.labels, *loaded(*body[:start], *outside, *body[end:])}:
+        raise Missed(
+            f"logits made without a new value of {', '.join(sorted(lost))}, which other code reads", code(first)
+        )
     if call.function == LIBRARY_LOSS and not _reads(body[:end], call.labels):
         call = replace(call, form=library_form(owner, anatomy))
     return LossRegion(end, call, first, from_parameter, inside, outside, code(projected), module, source)

@@ -8,14 +8,7 @@ import builtins
 import functools
 from collections.abc import Callable, Container, Iterator, Sequence
 
-from patchgen.anatomy.classes import (
-    FunctionNode,
-    calls,
-    mentions,
-    own_attribute,
-    stored,
-    walk,
-)
+from patchgen.anatomy.classes import FunctionNode, calls, mentions, own_attribute, stored, walk
 from patchgen.source import bound_names
 
 CONFIG = "config"  # transformers' name for the parameter, and the attribute of models, that is a configuration

@@ -7,16 +7,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection
 
-from patchgen.anatomy.classes import (
-    FunctionNode,
-    arguments,
-    base_name,
-    calls,
-    loaded,
-    parameter_names,
-    stored,
-    walk,
-)
+from patchgen.anatomy.classes import FunctionNode, arguments, base_name, calls, loaded, parameter_names, stored, walk
 from patchgen.anatomy.convolutions import convolutions
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.known import POINTWISE

@@ -48,7 +48,7 @@ def _hands_on_self(code: ast.AST) -> bool:
 
 def is_projection(anatomy: Anatomy, owner: str, attribute: str) -> bool:
     """Whether `self.<attribute>` may be a linear layer to the vocabulary, or a sequence of modules that ends in one."""
-    values = anatomy.held(owner, attribute) or [anatomy.attribute(owner, attribute)]  # other code may set it too
+    values = anatomy.held(owner, attribute) or [anatomy.attribute(owner, attribute)]
     return any(_is_to_vocabulary(anatomy, owner, value) for value in values)
 
 

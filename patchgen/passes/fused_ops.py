@@ -12,7 +12,9 @@ from patchgen.anatomy.bodies import form_of, normal_form
 from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
+    all_arguments,
     calls,
+    constructed,
     is_compound,
     own_attribute,
     parameter_names,
@@ -200,7 +202,7 @@ def _norm_call(anatomy: Anatomy, name: str) -> str | None:
                 continue
             attributes = [*normal_form(helper).attributes, attributes[1]]
         epsilon, weight = attributes[0], attributes[1]
-        if not _is_vector(anatomy, name, weight):
+        if not _is_vector(anatomy, name, weight) or not _is_built_plainly(anatomy, name):
             continue
         options = f", {form.options}" if form.options else ""
         return f"ops.rms_norm({forward.parameters[0]}, self.{weight}, self.{epsilon}{options})"
@@ -208,11 +210,22 @@ def _norm_call(anatomy: Anatomy, name: str) -> str | None:
 
 
 def _is_vector(anatomy: Anatomy, name: str, attribute: str) -> bool:
-    """Whether `self.<attribute>` is a parameter of one dimension, of a size that has a name: a size of 1 would broadcast."""
+    """Whether `self.<attribute>` is a parameter of one dimension, whose size is handed in."""
     match anatomy.held(name, attribute):
         case [ast.Call(_, [ast.Call(initialiser, [ast.Name() | ast.Attribute()]), *_]) as made]:
             return anatomy.is_a(made, PARAMETER) and anatomy.names.resolve(initialiser) in FILLED
     return False
+
+
+def _is_built_plainly(anatomy: Anatomy, name: str) -> bool:
+    """Whether no construction hands in several sizes, a fixed one (1 would broadcast) or a learned epsilon: not for kernels."""
+    for call in (call for info in anatomy.classes.values() for call in calls(info.node)):
+        if anatomy.names.here(constructed(call)) == name:
+            if isinstance(next(iter(call.args), None), ast.Tuple | ast.List | ast.Constant):
+                return False
+            if any(anatomy.is_a(value, PARAMETER) for value in all_arguments(call)):
+                return False
+    return True
 
 
 def _is_like_mlp(anatomy: Anatomy, info: ClassInfo) -> bool:

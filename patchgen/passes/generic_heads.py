@@ -84,7 +84,9 @@ class GenericHeads(SitePass):
         package, _, name = generic.rpartition(".")
         origin = library_module(anatomy, package)
         written = origin.block(name)
-        builds = _auto_builds(origin, generic)
+        named, builds = plain_assignments((*written.members, *node.body)), _auto_builds(origin, generic)
+        if len(builds) != 1 or PREFIX not in named:
+            raise Missed(f"a generic class that builds its model once, with `{PREFIX}`", node)
         defined = anatomy.functions.keys() | anatomy.classes.keys()
         if clashes := sorted(filter(origin.has, references(written.node) & defined)):
             raise Missed(f"{clashes[0]} of {package}, for which this file has another", node)
@@ -95,7 +97,7 @@ class GenericHeads(SitePass):
         target = anatomy.target_of(Build(site.block, None, None, auto_class=auto, config=config))
         if target not in anatomy.classes:
             raise Missed(f"{ast.unparse(build)} to build a class of this file", f"it builds {target}")
-        attribute = ast.literal_eval(plain_assignments((*written.members, *node.body))[PREFIX])
+        attribute = ast.literal_eval(named[PREFIX])
         local = Editor(_local(written, f"self.{attribute}", ast.unparse(build), target))
         bound, editor = {name for member in node.body for name in bound_names(member)}, Editor(block)
         first, *others = (member for member in _members(local.block) if bound.isdisjoint(bound_names(member)))

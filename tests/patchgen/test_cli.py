@@ -121,6 +121,20 @@ def test_a_file_names_its_model_and_its_config_stands_beside_it(tmp_path: Path):
         invoke("generate", "--source", str(source), "--config", str(tmp_path / "missing.py"), "--output", str(out))
 
 
+def test_a_star_import_that_hides_what_code_means_is_an_error(tmp_path: Path):
+    """Passes know `PreTrainedModel` by its full name; a star import of another module hides nothing that they look for."""
+    source, out = tmp_path / "modeling_own.py", tmp_path / "out"
+    text = upstream.load(MODEL).text.replace("import torch\n", "import torch\nfrom math import *\n", 1)
+    (tmp_path / f"configuration_{MODEL}.py").write_text(configuration(MODEL))
+    source.write_text(text)
+    invoke("generate", "--source", str(source), "--output", str(out))
+    source.write_text(text.replace("from torch import nn\n", "from torch import *\n", 1))
+    with pytest.raises(
+        ConfigError, match=r"names hidden by `from torch import \*`: write out those that the file uses"
+    ):
+        invoke("generate", "--source", str(source), "--output", str(out))
+
+
 def test_a_module_that_a_file_imports_whole_goes_along_with_it(tmp_path: Path):
     source, out = tmp_path / "modeling_own.py", tmp_path / "out"
     text = upstream.load(MODEL).text.replace("import torch\n", "import torch\nfrom . import parts\n", 1)

@@ -33,15 +33,24 @@ def test_a_replaced_rotation_is_told_by_the_kernel_in_its_place():
     assert (found.kind, found.by) == (TOLD, told.PROOF) and "rotary=compiled" in found.detail, found
 
 
+MERGE = "        spatial_merge_size = self.config.vision_config.spatial_merge_size"
+KEPT = "        self.rope_deltas = None  # cache rope_deltas here\n"
 POSITIONS = {
-    "not computed": (OWN_POSITIONS, OWN_POSITIONS.replace("            position_ids = ", "            other_ids = ")),
-    "by a method of another name": ("get_rope_index", "rope_index_of"),
+    "not computed": (
+        (OWN_POSITIONS, OWN_POSITIONS.replace("            position_ids = ", "            other_ids = ")),
+    ),
+    "by a method of another name": (("get_rope_index", "rope_index_of"),),
+    "from what a step changes": (
+        (KEPT, f"{KEPT}        self.steps = 0\n"),
+        (OWN_POSITIONS, f"        self.steps = self.steps + 1\n{OWN_POSITIONS}"),
+        (MERGE, f"{MERGE} + self.steps"),
+    ),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("edit", POSITIONS.values(), ids=POSITIONS)
-def test_positions_that_a_run_computes_otherwise_are_told(edit: tuple[str, str]):
+@pytest.mark.parametrize("edits", POSITIONS.values(), ids=POSITIONS)
+def test_positions_that_a_run_computes_otherwise_are_told(edits: tuple[tuple[str, str], ...]):
     """A run computes them by `get_rope_index`, where there is one."""
-    found = judged(changed("position_id_func", "qwen3_vl", "positions", edit))
+    found = judged(changed("position_id_func", "qwen3_vl", "positions", *edits))
     assert (found.kind, found.by) == (TOLD, told.PROOF), found
