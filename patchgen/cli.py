@@ -404,6 +404,35 @@ def export(
 
 
 @app.command()
+def chat(
+    model: Annotated[Path, Argument(help="a run's folder, or a checkpoint", show_default=False)],
+    prompt: Annotated[str | None, Option(help="one prompt, instead of a session")] = None,
+    tokens: Annotated[int, Option(help="the most tokens of an answer")] = 256,
+    temperature: Annotated[float, Option(help="of sampling; 0: the likeliest token")] = 0.0,
+    code: Code = None,
+    generated: GeneratedIn = None,
+) -> None:
+    """Let a trained model answer: one prompt, or a session on the terminal.
+
+    Example: patchgen chat runs/one --prompt "Name three primes."
+    """
+    commands.chat.chat(model, prompt=prompt, tokens=tokens, temperature=temperature, code=code, generated=generated)
+
+
+@app.command()
+def push(
+    model: Annotated[Path, Argument(help="a run's folder, or a checkpoint", show_default=False)],
+    repository: Annotated[str, Argument(help="its name on the Hugging Face Hub: OWNER/NAME", show_default=False)],
+    private: Annotated[bool, Option("--private", help="make a new repository private")] = False,
+) -> None:
+    """Upload a trained model to the Hub, with a card made from its run: recipe, data, proof, curve.
+
+    Example: patchgen push runs/one me/my-model --private
+    """
+    print(commands.pushing.push(model, repository, private=private))
+
+
+@app.command()
 def merge(
     adapter: Annotated[Path, Argument(help="a folder that PEFT saved, such as runs/one/adapter", show_default=False)],
     output: Annotated[Path, Option(help="the folder to write")],
