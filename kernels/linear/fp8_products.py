@@ -68,12 +68,12 @@ def transposed(values: Tensor, factors: Tensor | None) -> Tensor:
     padded = triton.cdiv(num_rows, _PIECE) * _PIECE
     out = torch.empty(columns, padded, dtype=DTYPE, device=values.device)
     grid = (triton.cdiv(columns, 128), triton.cdiv(padded, 128))
-    _transpose[grid](values, factors, out, num_rows, padded, N=columns, BLOCK=128, num_warps=4)
+    _transpose_rows[grid](values, factors, out, num_rows, padded, N=columns, BLOCK=128, num_warps=4)
     return out
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _transpose(values, factors, out, num_tokens, padded, N: tl.constexpr, BLOCK: tl.constexpr):
+def _transpose_rows(values, factors, out, num_tokens, padded, N: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (row < num_tokens)[:, None] & (column < N)[None, :]
