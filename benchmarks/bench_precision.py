@@ -44,9 +44,8 @@ OPTIONS = {  # experts, linear layers in FP8, their weight gradients in FP8
     "fp8, narrow": ("fp8", True, True),
 }
 KINDS = (
-    ("linear: transposed factors", ("_transpose_rows",)),
-    ("rows of weights and tokens to FP8", ("_quantise_rows", "_transpose_weight")),
-    *CLASSES[1:],
+    ("linear: to FP8, transposed factors", ("_quantise_linear", "_transpose_linear", "_transpose_factor")),
+    *CLASSES,
 )
 
 
@@ -169,7 +168,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small sizes, for the CPU")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--layouts", nargs="+", default=["FSDP", "EP2, peer memory, graph"], choices=list(LAYOUTS))
+    parser.add_argument(
+        "--layouts", nargs="+", default=["FSDP", "FSDP, graph", "EP2, peer memory, graph"], choices=list(LAYOUTS)
+    )
     parser.add_argument("--options", nargs="+", default=list(OPTIONS), choices=list(OPTIONS))
     parser.add_argument("--kernels", nargs="+", default=["rms_norm=auto", "rotary=compiled"], metavar="SEAM=NAME")
     parser.add_argument("--steps", type=int, default=6, help="of a round")

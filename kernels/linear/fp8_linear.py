@@ -14,6 +14,7 @@ same places. The same inputs give the same bits.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -65,8 +66,16 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, narrow_
     Args:
         narrow_gradient: the weight gradient is a product in FP8, too.
     """
-    values, scales = _rows_of(x)
-    return torch.ops.patchgen.fp8_linear(x, weight, bias, values, scales, narrow_gradient)[0]
+    if _is_traced():
+        values, scales = torch.ops.patchgen.fp8_rows(x.detach())
+        return torch.ops.patchgen.fp8_linear(x, weight, bias, values, scales, narrow_gradient)[0]
+    return _Linear.apply(x, weight, bias, *_rows_of(x), narrow_gradient)[0]
+
+
+def _is_traced() -> bool:
+    """Whether the compiler looks at operators, or selective checkpointing, which keeps what they return. Else they would only cost
+    the host time."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 # ------------------------------------------------------------------------------ inputs that several layers read
@@ -77,17 +86,17 @@ _last: tuple[weakref.ref[Tensor], int, bool, tuple[Tensor, Tensor]] | None = Non
 
 def _rows_of(x: Tensor) -> tuple[Tensor, Tensor]:
     global _last
-    if torch.compiler.is_compiling() or x.is_inference():
-        return torch.ops.patchgen.fp8_rows(x.detach())
+    if x.is_inference():
+        return _quantised(x)
     key = x._version, x.is_cuda and torch.cuda.is_current_stream_capturing()
     if _last is not None and _last[0]() is x and _last[1:3] == key:
         return _last[3]
-    found = torch.ops.patchgen.fp8_rows(x.detach())
+    found = _quantised(x.detach())
     _last = weakref.ref(x), *key, found
     return found
 
 
-# ------------------------------------------------------------------------------------------------- operators
+# ----------------------------------------------------------------------------------------------- what they compute
 
 
 def _products(tensor: Tensor) -> ModuleType:
@@ -100,18 +109,10 @@ def _products(tensor: Tensor) -> ModuleType:
     return fp8_reference
 
 
-@torch.library.custom_op("patchgen::fp8_rows", mutates_args=())
-def _fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     """`x [..., K]` in FP8, as `[T, K]`, and the scales of its tokens `[T]`."""
     tokens = x.reshape(-1, x.shape[-1])
-    if not tokens.numel():
-        return _empty_rows(tokens)
-    return _products(x).rows(tokens)
-
-
-@_fp8_rows.register_fake
-def _(x):
-    return _empty_rows(x.reshape(-1, x.shape[-1]))
+    return _products(x).rows(tokens) if tokens.numel() else _empty_rows(tokens)
 
 
 def _empty_rows(tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,11 +122,8 @@ def _empty_rows(tokens: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-@torch.library.custom_op("patchgen::fp8_linear", mutates_args=())
-def _fp8_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, scales: Tensor, narrow_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    """`([..., N], the scales of the weight's rows [N])` of the rows that `fp8_rows` made of x."""
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """`([..., N], the scales of the weight's rows [N])` of the rows of x in FP8."""
     products = _products(x)
     weight_values, weight_scales = products.rows(weight)
     if not values.numel():
@@ -134,21 +132,10 @@ def _fp8_linear(
     return out.view(*x.shape[:-1], weight.shape[0]), weight_scales
 
 
-@_fp8_linear.register_fake
-def _(x, weight, bias, values, scales, narrow_gradient):
-    return x.new_empty(*x.shape[:-1], weight.shape[0]), weight.new_empty(weight.shape[:1], dtype=torch.float32)
-
-
-@torch.library.custom_op("patchgen::fp8_linear_backward", mutates_args=())
-def _fp8_linear_backward(
-    grad: Tensor,
-    x: Tensor,
-    x_scales: Tensor | None,
-    weight: Tensor,
-    weight_scales: Tensor,
-    needed: list[bool],
-) -> list[Tensor]:
-    """The gradients of x `[T, K]`, weight and bias, in this order; empty if not `needed`.
+def _gradients(
+    grad: Tensor, x: Tensor, x_scales: Tensor | None, weight: Tensor, weight_scales: Tensor, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of x `[T, K]`, weight and bias, in this order; None if not `needed`.
 
     Args:
         grad: `[..., N]`.
@@ -156,27 +143,22 @@ def _fp8_linear_backward(
     """
     need_x, need_weight, need_bias = needed
     grads, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-    found = [grad.new_empty(0) for _ in needed]  # an operator's outputs may not share memory
     if not grads.numel():
         shapes = x.shape, weight.shape, weight.shape[:1]
-        return [grad.new_zeros(shape) if need else one for shape, need, one in zip(shapes, needed, found, strict=True)]
+        return [grad.new_zeros(shape) if need else None for shape, need in zip(shapes, needed, strict=True)]
+    of_x = of_weight = of_bias = None
     products, is_narrow = _products(grad), x_scales is not None
-    values, scales = products.rows(grads) if need_x or (need_weight and is_narrow) else (None, None)
-    if need_x:
-        found[0] = products.product(values, scales, *products.other_side(weight, weight_scales), None, grad.dtype)
-    if need_weight and is_narrow:
-        found[1] = products.weight_gradient(values, scales, x, x_scales, weight.dtype)
-    elif need_weight:
-        found[1] = grads.t() @ x
+    if need_x or (need_weight and is_narrow):
+        values, scales = products.rows(grads)
+        if need_x:
+            of_x = products.product(values, scales, *products.other_side(weight, weight_scales), None, grad.dtype)
+        if need_weight and is_narrow:
+            of_weight = products.weight_gradient(values, scales, x, x_scales, grad.dtype)
+    if need_weight and not is_narrow:
+        of_weight = grads.t() @ x
     if need_bias:
-        found[2] = grads.sum(0)
-    return found
-
-
-@_fp8_linear_backward.register_fake
-def _(grad, x, x_scales, weight, weight_scales, needed):
-    shapes = (grad.numel() // grad.shape[-1], x.shape[-1]), weight.shape, weight.shape[:1]
-    return [grad.new_empty(shape if need else 0) for shape, need in zip(shapes, needed, strict=True)]
+        of_bias = grads.sum(0)
+    return [of_x, of_weight, of_bias]
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -188,13 +170,72 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad, _weight_scales):
+def _backward(ctx, grad: Tensor | None, gradients: Callable) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 6
     needed = [*ctx.needs_input_grad[:2], ctx.has_bias and ctx.needs_input_grad[2]]
-    found = torch.ops.patchgen.fp8_linear_backward(grad, *ctx.saved_tensors, needed)
-    x, weight, bias = (gradient if need else None for gradient, need in zip(found, needed, strict=True))
+    x, weight, bias = gradients(grad, *ctx.saved_tensors, needed)
     return None if x is None else x.view(ctx.shape), weight, bias, None, None, None
 
 
-_fp8_linear.register_autograd(_backward, setup_context=_setup_context)
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(x, weight, bias, values, scales, narrow_gradient):
+        return _forward(x, weight, bias, values, scales)
+
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    def backward(ctx, grad, _weight_scales):
+        return _backward(ctx, grad, _gradients)
+
+
+# ------------------------------------------------------------------------------------------- the same as operators
+
+
+@torch.library.custom_op("patchgen::fp8_rows", mutates_args=())
+def _fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _quantised(x)
+
+
+@_fp8_rows.register_fake
+def _(x):
+    return _empty_rows(x.reshape(-1, x.shape[-1]))
+
+
+@torch.library.custom_op("patchgen::fp8_linear", mutates_args=())
+def _fp8_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, scales: Tensor, narrow_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    return _forward(x, weight, bias, values, scales)
+
+
+@_fp8_linear.register_fake
+def _(x, weight, bias, values, scales, narrow_gradient):
+    return x.new_empty(*x.shape[:-1], weight.shape[0]), weight.new_empty(weight.shape[:1], dtype=torch.float32)
+
+
+@torch.library.custom_op("patchgen::fp8_linear_backward", mutates_args=())
+def _fp8_linear_backward(
+    grad: Tensor, x: Tensor, x_scales: Tensor | None, weight: Tensor, weight_scales: Tensor, needed: list[bool]
+) -> list[Tensor]:
+    found = _gradients(grad, x, x_scales, weight, weight_scales, needed)
+    return [grad.new_empty(0) if one is None else one for one in found]  # an operator's outputs may not share memory
+
+
+@_fp8_linear_backward.register_fake
+def _(grad, x, x_scales, weight, weight_scales, needed):
+    shapes = (grad.numel() // grad.shape[-1], x.shape[-1]), weight.shape, weight.shape[:1]
+    return [grad.new_empty(shape if need else 0) for shape, need in zip(shapes, needed, strict=True)]
+
+
+def _gradients_by_operator(*inputs) -> list[Tensor | None]:
+    found = torch.ops.patchgen.fp8_linear_backward(*inputs)
+    return [one if need else None for one, need in zip(found, inputs[-1], strict=True)]
+
+
+def _backward_of_operator(ctx, grad, _weight_scales):
+    return _backward(ctx, grad, _gradients_by_operator)
+
+
+_fp8_linear.register_autograd(_backward_of_operator, setup_context=_setup_context)

@@ -6,6 +6,7 @@ On the CPU the operator computes by `fp8_reference`; the kernels of `fp8_product
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from patchgen.kernels.linear import fp8_linear, fp8_products, fp8_reference
+from patchgen.runtime.parallel import checkpointing
 
 on_gpu = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
@@ -159,6 +161,42 @@ def test_a_layer_that_is_computed_again_has_the_same_gradients(narrow: bool):
     assert torch.equal(leaf.grad, expected["d_x"]) and torch.equal(found.weight.grad, expected["d_weight"])
 
 
+@pytest.mark.parametrize("narrow", [False, True])
+def test_layers_that_are_compiled_or_keep_their_products_have_the_same_bits(narrow: bool):
+    """There the layer is an operator, which the compiler does not look into and selective checkpointing does not run again."""
+    found, _ = layer(narrow=narrow)
+    x = random(9, 96)
+    expected = step(found, x)
+    compiled = torch.compile(found, fullgraph=True, backend="aot_eager")
+    runs: list[torch.Size] = []
+    products = fp8_products if on_gpu else fp8_reference
+
+    def selective(leaf: Tensor) -> Tensor:
+        return checkpoint(found, leaf, use_reentrant=False, context_fn=partial(checkpointing.contexts, "selective"))
+
+    for run in (compiled, selective):
+        found.zero_grad()
+        leaf = x.clone().requires_grad_()
+        out = run(leaf)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(
+                products, "rows", lambda values, rows=products.rows: runs.append(values.shape) or rows(values)
+            )
+            out.backward(random(9, 48, seed=2))
+        assert torch.equal(out, expected["out"]) and torch.equal(leaf.grad, expected["d_x"])
+        assert torch.equal(found.weight.grad, expected["d_weight"])
+    assert runs == [(9, 48)] * 2, "in the backward only its own gradient is quantised"
+
+
+def test_sums_of_one_sign_are_not_too_small():
+    """Over as many tokens as a row has: a gradient that is the same for all of them."""
+    found, _ = layer(bias=False, narrow=True, inputs=64, outputs=64)
+    x, grad = (random(16384 if on_gpu else 512, 64, seed=seed).abs() for seed in (3, 4))
+    found(x).backward(grad)
+    exact = grad.double().T @ x.double()
+    assert abs(float((found.weight.grad.double() * exact).sum() / exact.square().sum()) - 1) < 2e-3
+
+
 @pytest.mark.parametrize("shape", [(40, 48), (130, 272), (16, 16)])
 def test_the_kernels_of_the_factors_round_where_the_reference_rounds(shape: tuple[int, int]):
     """Rows, the other side of a weight, and both transposed factors of a weight gradient: the same bytes."""
@@ -172,12 +210,12 @@ def test_the_kernels_of_the_factors_round_where_the_reference_rounds(shape: tupl
     other, other_scales = fp8_products.other_side(values, scales)
     expected, largest = fp8_reference.other_side(values, scales)
     assert torch.equal(other.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(other_scales, largest)
-    plain = fp8_products.transposed(rows, None)
+    plain = fp8_products.transposed(rows, None, None)
     padding = -shape[0] % 16
     assert plain.shape == (shape[1], shape[0] + padding) and not plain[:, shape[0] :].float().any()
     assert torch.equal(plain[:, : shape[0]].float(), rows.float().T)
     factors = 2.0 ** -torch.arange(shape[0], device=DEVICE).remainder(12).float()
-    folded = fp8_products.transposed(rows, factors)[:, : shape[0]]
+    folded = fp8_products.transposed(rows, factors, factors.amax())[:, : shape[0]]
     assert torch.equal(folded.float(), fp8_reference.fold(rows.float(), factors)[0].T)
 
 
