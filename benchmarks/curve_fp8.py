@@ -3,8 +3,9 @@
     python benchmarks/curve_fp8.py --steps 2000 --seeds 0 1 2
 
 A decoder of bytes over the text of Python's standard library, every eleventh file of it held out. Everything but the experts,
-and the linear layers of attention in some, is bf16 in all; parameters and AdamW are fp32. Appends the losses to results_curve_fp8.csv, prints what they are compared
-by: the difference of the means from those of bf16 and the spread over seeds. `--picture` draws them.
+and the linear layers of attention in some, is bf16 in all; parameters and AdamW are fp32. Appends the losses to
+results_curve_fp8.csv, prints what they are compared by: the difference of the means from those of bf16 and the spread over seeds.
+`--picture` draws them.
 """
 
 from __future__ import annotations
