@@ -69,7 +69,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, narrow_
     if _is_traced():
         values, scales = torch.ops.patchgen.fp8_rows(x.detach())
         return torch.ops.patchgen.fp8_linear(x, weight, bias, values, scales, narrow_gradient)[0]
-    return _Linear.apply(x, weight, bias, *_rows_of(x), narrow_gradient)[0]
+    return _Linear.apply(x, weight, bias, *_rows_of(x), narrow_gradient)
 
 
 def _is_traced() -> bool:
@@ -161,12 +161,9 @@ def _gradients(
     return [of_x, of_weight, of_bias]
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    x, weight, bias, values, scales, narrow_gradient = inputs
-    _, weight_scales = output
+def _save(ctx, x, weight, bias, values, scales, narrow_gradient, weight_scales) -> None:
     ctx.shape, ctx.has_bias = x.shape, bias is not None
     ctx.save_for_backward(*((values, scales) if narrow_gradient else (x, None)), weight, weight_scales)
-    ctx.mark_non_differentiable(weight_scales)
     ctx.set_materialize_grads(False)
 
 
@@ -179,14 +176,16 @@ def _backward(ctx, grad: Tensor | None, gradients: Callable) -> tuple[Tensor | N
 
 
 class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(x, weight, bias, values, scales, narrow_gradient):
-        return _forward(x, weight, bias, values, scales)
-
-    setup_context = staticmethod(_setup_context)
+    """With the context in its forward: torch inspects signatures in each call of one that has `setup_context`."""
 
     @staticmethod
-    def backward(ctx, grad, _weight_scales):
+    def forward(ctx, *inputs) -> Tensor:
+        out, weight_scales = _forward(*inputs[:-1])
+        _save(ctx, *inputs, weight_scales)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
         return _backward(ctx, grad, _gradients)
 
 
@@ -232,6 +231,11 @@ def _(grad, x, x_scales, weight, weight_scales, needed):
 def _gradients_by_operator(*inputs) -> list[Tensor | None]:
     found = torch.ops.patchgen.fp8_linear_backward(*inputs)
     return [one if need else None for one, need in zip(found, inputs[-1], strict=True)]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    _save(ctx, *inputs, output[1])
+    ctx.mark_non_differentiable(output[1])
 
 
 def _backward_of_operator(ctx, grad, _weight_scales):
