@@ -108,12 +108,12 @@ def rows_of(name: str, tokens: int, check_tokens: int, milliseconds: int):
     timed = {option: tuple(Timed(captured(each), milliseconds) for each in pair) for option, pair in runs.items()}
     in_turns([each for pair in timed.values() for each in pair])
     case = {"block": name, "tokens": tokens}
-    for option, (forward, both) in timed.items():
+    for option, (of_forward, of_both) in timed.items():
         yield case | {
             "what": option,
-            "ms": round(both.median, 3),
-            "forward_ms": round(forward.median, 3),
-            "of_bf16": round(timed["bf16"][1].median / both.median, 3),
+            "ms": round(of_both.median, 3),
+            "forward_ms": round(of_forward.median, 3),
+            "of_bf16": round(timed["bf16"][1].median / of_both.median, 3),
             "errors": errors[option],
         }
     for option in OPTIONS:

@@ -17,7 +17,6 @@ import gc
 import os
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -61,9 +60,9 @@ class Case:
         )
         self.setting, self.kernels = setting, dict(choice.split("=", 1) for choice in arguments.kernels)
         self.model = bench_train.ours(setting, self.state, "none")
-        self.linears = [*precision.find(self.model).values()]
-        for linear in self.linears:
+        for linear in precision.find(self.model).values():
             fp8_linear.convert(linear)
+        self.linears = [one for one in self.model.modules() if isinstance(one, fp8_linear.Fp8Linear)]
         bench_train.fill(self.model, setting.device)
         self.optimizer = bench_train.optimizer_of(layout, self.model, setting)
         for group in self.optimizer.param_groups:
@@ -109,7 +108,7 @@ class Case:
 
 def measure(case: Case, options: list[str], steps: int, rounds: int) -> dict[str, dict]:
     """Option -> its times by round, its memory, its first losses and gradient norms, and its kernels by class."""
-    found = {option: {"seconds": []} for option in options}
+    found: dict[str, dict] = {option: {"seconds": []} for option in options}
     turns = [[option] * rounds for option in options] if case.replays else [options] * rounds
     for option in [option for turn in turns for option in turn]:
         one, is_first = found[option], not found[option]["seconds"]
@@ -125,18 +124,20 @@ def measure(case: Case, options: list[str], steps: int, rounds: int) -> dict[str
     return found
 
 
-def kernels(step: Callable[[int], object], steps: int = 2) -> Counter:
+def kernels(step: Callable[[int], object], steps: int = 2) -> dict[str, float]:
     """ms per step of each class of kernels on this rank."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for index in range(steps):
             step(index)
         torch.cuda.synchronize()
-    found: Counter = Counter()
-    for event in profiler.profiler.kineto_results.events():
+    recorded = profiler.profiler
+    assert recorded is not None and recorded.kineto_results is not None, "nothing was profiled"
+    found: dict[str, float] = {}
+    for event in recorded.kineto_results.events():
         if event.device_type() == DeviceType.CUDA:
             name = event.name().lower()
             kind = next((kind for kind, words in KINDS if any(word in name for word in words)), "elementwise, others")
-            found[kind] += event.duration_ns() / 1e6 / steps
+            found[kind] = found.get(kind, 0.0) + event.duration_ns() / 1e6 / steps
     return found
 
 
@@ -156,10 +157,10 @@ def rows_of(layout: str, case: Case, found: dict[str, dict], arguments: argparse
             "peak_gib": round(one.get("gib", 0), 2),
             "losses": " ".join(f"{share:.5f}/{norm:.4f}" for share, norm in one["figures"]),
         }
-    accounts = {option: one.get("kernels", Counter()) for option, one in found.items()}
-    for kind in sorted(set().union(*accounts.values()), key=lambda kind: -accounts["bf16"][kind]):
+    accounts = {option: one.get("kernels", {}) for option, one in found.items()}
+    for kind in sorted(set().union(*accounts.values()), key=lambda kind: -accounts["bf16"].get(kind, 0)):
         for option, account in accounts.items():
-            yield common | {"experts": option, "what": f"{where}: {kind}", "ms": round(account[kind], 2)}
+            yield common | {"experts": option, "what": f"{where}: {kind}", "ms": round(account.get(kind, 0), 2)}
 
 
 def main() -> None:

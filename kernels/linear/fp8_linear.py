@@ -161,7 +161,8 @@ def _gradients(
     return [of_x, of_weight, of_bias]
 
 
-def _save(ctx, x, weight, bias, values, scales, narrow_gradient, weight_scales) -> None:
+def _save(ctx, inputs: tuple, weight_scales: Tensor) -> None:
+    x, weight, bias, values, scales, narrow_gradient = inputs
     ctx.shape, ctx.has_bias = x.shape, bias is not None
     ctx.save_for_backward(*((values, scales) if narrow_gradient else (x, None)), weight, weight_scales)
     ctx.set_materialize_grads(False)
@@ -180,8 +181,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs) -> Tensor:
-        out, weight_scales = _forward(*inputs[:-1])
-        _save(ctx, *inputs, weight_scales)
+        x, weight, bias, values, scales, _ = inputs
+        out, weight_scales = _forward(x, weight, bias, values, scales)
+        _save(ctx, inputs, weight_scales)
         return out
 
     @staticmethod
@@ -234,7 +236,7 @@ def _gradients_by_operator(*inputs) -> list[Tensor | None]:
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    _save(ctx, *inputs, output[1])
+    _save(ctx, inputs, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
