@@ -50,7 +50,7 @@ from patchgen.runtime.parallel import ParallelConfig, checkpointing, loss, peer_
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import flops, optimizers, trainer
-from patchgen.runtime.train.model import FP8_EXPERTS
+from patchgen.runtime.train.precision import FP8_EXPERTS
 
 Model = nn.Module | peer_torchtitan.Peer
 RESULTS = Path(__file__).with_name("results_train.csv")

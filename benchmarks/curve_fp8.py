@@ -2,9 +2,10 @@
 
     python benchmarks/curve_fp8.py --steps 2000 --seeds 0 1 2
 
-A decoder of bytes over the text of Python's standard library, every eleventh file of it held out. Everything but the experts
-is bf16 in all; parameters and AdamW are fp32. Appends the losses to results_curve_fp8.csv, prints what they are compared
-by: the difference of the means from those of bf16 and the spread over seeds. `--picture` draws them.
+A decoder of bytes over the text of Python's standard library, every eleventh file of it held out. Everything but the experts,
+and the linear layers of attention in some, is bf16 in all; parameters and AdamW are fp32. Appends the losses to
+results_curve_fp8.csv, prints what they are compared by: the difference of the means from those of bf16 and the spread over seeds.
+`--picture` draws them.
 """
 
 from __future__ import annotations
@@ -21,12 +22,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchgen.kernels.fused_moe import fused_moe
+from patchgen.kernels.linear import fp8_linear
 
 RESULTS = Path(__file__).with_name("results_curve_fp8.csv")
 COLUMNS = ("date", "versions", "commit", "model", "experts", "seed", "step", "loss", "held_out", "seconds")
 HIDDEN, INNER, EXPERTS, TOP_K, LAYERS, HEADS = 768, 384, 32, 4, 6, 12
 ROWS, LENGTH, VOCABULARY = 16, 1024, 256
-LABELS = {"triton": "bf16", "fp8": "FP8", "fp8_wide_gradients": "FP8, weight gradients in bf16"}
+LABELS = {
+    "triton": "bf16",
+    "fp8": "FP8",
+    "fp8_wide_gradients": "FP8, weight gradients in bf16",
+    "fp8, linear": "FP8, and linear layers",
+    "fp8, linear narrow": "FP8, and linear layers with their weight gradients",
+}
+"""Experts' kernels, and whether the linear layers of attention are in FP8, as `train.precision: fp8` has them."""
 WINDOW = 50
 """Steps whose losses are averaged, and batches that the held-out loss is measured on."""
 MODEL = f"H {HIDDEN}, I {INNER}, E {EXPERTS}, k {TOP_K}, {LAYERS} layers, {ROWS} x {LENGTH} bytes a step"
@@ -35,17 +44,20 @@ MODEL = f"H {HIDDEN}, I {INNER}, E {EXPERTS}, k {TOP_K}, {LAYERS} layers, {ROWS}
 class Layer(nn.Module):
     def __init__(self, backend: str) -> None:
         super().__init__()
-        self.backend, self.act = backend, nn.SiLU()
+        self.backend, self.act = backend.partition(",")[0], nn.SiLU()
         self.norms = nn.ModuleList(nn.RMSNorm(HIDDEN) for _ in range(2))
         self.qkv, self.project = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False), nn.Linear(HIDDEN, HIDDEN, bias=False)
+        for linear in (self.qkv, self.project) if ", linear" in backend else ():
+            fp8_linear.convert(linear, narrow_gradient="narrow" in backend)
         self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
         self.gate_up = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, HIDDEN) * HIDDEN**-0.5)
         self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INNER) * (2 * LAYERS * INNER) ** -0.5)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`x [B, S, H]` and the loss that balances the router."""
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.project(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = self.qkv(self.norms[0](x).bfloat16()).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.project(mixed)
         tokens = self.norms[1](x).flatten(0, 1).bfloat16()
         shares = self.router(tokens).float().softmax(-1)
         weights, index = shares.topk(TOP_K, dim=-1)
@@ -125,8 +137,7 @@ def draw(rows: list[dict], picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (whole, end) = plt.subplots(1, 2, figsize=(9, 3.5))
-    colours = {"triton": "tab:blue", "fp8": "tab:orange", "fp8_wide_gradients": "tab:green"}
-    for row_of, colour in colours.items():
+    for row_of, colour in zip(LABELS, ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple"), strict=True):
         for seed in sorted({row["seed"] for row in rows}):
             points = [(row["step"], row["loss"]) for row in rows if (row["experts"], row["seed"]) == (row_of, seed)]
             if not points:
@@ -134,7 +145,7 @@ def draw(rows: list[dict], picture: Path) -> None:
             label = LABELS[row_of] if seed == rows[0]["seed"] else None
             whole.plot(*zip(*points, strict=True), color=colour, lw=0.9, label=label)
             end.plot(*zip(*points[len(points) * 3 // 4 :], strict=True), color=colour, lw=0.9)
-    whole.set(xlabel="step", ylabel="loss, nats per byte", yscale="log", title="experts in bf16 and in FP8, by seed")
+    whole.set(xlabel="step", ylabel="loss, nats per byte", yscale="log", title="bf16 and FP8, by seed")
     end.set(xlabel="step", title="the last quarter")
     whole.legend()
     figure.tight_layout()

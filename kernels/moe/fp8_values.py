@@ -148,7 +148,7 @@ def _transposed_weight(weight: Tensor, row_scales: Tensor) -> Quantised:
 
 
 @triton.jit
-def _inverse(scale):
+def inverse_of(scale):
     """Of a power of two, by its exponent."""
     return ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
@@ -172,8 +172,8 @@ def _transpose_weight(
     of_row = tl.load(row_scales + expert * N + row, mask=row < N, other=1.0)
     value = tl.load(weight + first + row[:, None] * D + column[None, :], mask=mask, other=0.0).to(tl.float32)
     if not IS_QUANTISED:
-        value = (value * _inverse(of_row)[:, None]).to(values.dtype.element_ty).to(tl.float32)
-    factor = of_row * _inverse(tl.load(scales + expert * D))
+        value = (value * inverse_of(of_row)[:, None]).to(values.dtype.element_ty).to(tl.float32)
+    factor = of_row * inverse_of(tl.load(scales + expert * D))
     quantised = (value * factor[:, None]).to(values.dtype.element_ty)
     tl.store(values + first + column[:, None] * N + row[None, :], quantised.T, mask=mask.T)
 

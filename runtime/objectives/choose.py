@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from patchgen.runtime.data.formats import PAIR_COLUMNS
 from patchgen.runtime.objectives.base import NextToken, Objective
-from patchgen.runtime.train.recipe import ObjectiveConfig, OptimConfig, Recipe, RecipeError
+from patchgen.runtime.train.recipe import Fp8Config, ObjectiveConfig, OptimConfig, Recipe, RecipeError
 from patchgen.runtime.verify.verdict import one_line_error
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ def teacher_recipe(recipe: Recipe) -> Recipe | None:
     if recipe.teacher is None:
         return None
     defaults = {"objective": ObjectiveConfig(), "teacher": None, "lora": None}
+    defaults["train"] = dataclasses.replace(recipe.train, precision=None, fp8=Fp8Config())
     return dataclasses.replace(recipe, model=recipe.teacher, optim=OptimConfig(), **defaults)
 
 

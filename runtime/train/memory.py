@@ -22,7 +22,7 @@ from patchgen.runtime import seams
 from patchgen.runtime.parallel import ParallelConfig, sharding
 from patchgen.runtime.train import lora_targets, optimizers
 from patchgen.runtime.train.flops import experts_per_token
-from patchgen.runtime.train.model import kept_fp8_forms
+from patchgen.runtime.train.precision import kept_fp8_forms
 from patchgen.runtime.train.recipe import Recipe
 
 if TYPE_CHECKING:

@@ -25,7 +25,15 @@ from patchgen.runtime.objectives.heads import TaskHead, UnknownHeadError, head_o
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding, undivided
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.parts import part_files
-from patchgen.runtime.train import architecture, attention_choice, lora_targets, optimizers, overrides, resize_vocab
+from patchgen.runtime.train import (
+    architecture,
+    attention_choice,
+    lora_targets,
+    optimizers,
+    overrides,
+    precision,
+    resize_vocab,
+)
 from patchgen.runtime.train.recipe import KernelsConfig, ModelConfig, ParallelSection, Recipe, RecipeError
 from patchgen.runtime.train.weight_sources import find_weights, is_model_type, weights_folder
 from patchgen.runtime.verify import head_kinds
@@ -37,10 +45,6 @@ if TYPE_CHECKING:
 
     class ShardedModel(PreTrainedModel, FSDPModule):
         """A model after `fully_shard`, which changes its class in place."""
-
-
-FP8_EXPERTS = ("fp8", "fp8_wide_gradients")
-"""Implementations of `fused_moe` that read weights in FP8."""
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
@@ -272,7 +276,7 @@ def obstructed_kernels(section: KernelsConfig) -> dict[str, str]:
 def _obstacle(name: str, kernel: str) -> str | None:
     """Why this machine cannot run the kernel of a seam; None if nothing is known."""
     reason = seams.unavailable(name, kernel)
-    if reason is None and kernel in ("triton", *FP8_EXPERTS) and not torch.cuda.is_available():
+    if reason is None and kernel in ("triton", *precision.FP8_EXPERTS) and not torch.cuda.is_available():
         from triton import knobs
 
         return None if knobs.runtime.interpret else "it needs a CUDA device"
@@ -290,9 +294,10 @@ def configure_seams(recipe: Recipe, model: nn.Module) -> dict[str, str]:
     choose.require_seam(objective, model, users_by_seam)
     if not objective.is_models_own:  # it computes from hidden states: no next-token loss kernel runs
         users_by_seam.pop("causal_lm_loss", None)
-    implementations = seams.for_training(
-        users_by_seam, {name: getattr(recipe.kernels, name) for name in seams.names()}
-    )
+    named = {name: getattr(recipe.kernels, name) for name in seams.names()}
+    if "fused_moe" in users_by_seam:
+        named["fused_moe"] = precision.experts_kernel(recipe)
+    implementations = seams.for_training(users_by_seam, named)
     try:
         seams.configure(**dict.fromkeys(seams.names(), seams.EAGER) | implementations)
         report.require_seams(users_by_seam, implementations)
@@ -338,25 +343,13 @@ def sharding_options(section: ParallelSection, device: torch.device) -> sharding
     )
 
 
-def kept_fp8_forms(recipe: Recipe, layout: ParallelConfig) -> int:
-    """How many forms of the experts' weights stay in FP8, of one byte per element: those that a step reads more than once.
-
-    With several micro-batches both orientations, for a layer that is computed again that of its forward. None where ranks
-    gather the weights anew for each layer.
-    """
-    if recipe.kernels.fused_moe not in FP8_EXPERTS or layout.ep_shard * layout.dp_replicate > 1:
-        return 0
-    if recipe.train.batches_per_step > layout.num_batches:
-        return 2
-    return int(recipe.parallel.activation_checkpointing != "none")
-
-
 def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> ShardedModel:
     """The model of a recipe, sharded over the ranks, with its weights (collective)."""
     model = build_on_meta(recipe)
+    precision.convert(model, recipe)
     checkpointing.apply(model, recipe.parallel.activation_checkpointing)
     sharding.shard_model(model, state, options=sharding_options(recipe.parallel, device))
-    if kept := kept_fp8_forms(recipe, state.config):
+    if kept := precision.kept_fp8_forms(recipe, state.config):
         undivided.keep_fp8(model, transposed=kept > 1)
     sharding.materialise(model, device)
     folder = weights_folder(recipe.model)
@@ -429,11 +422,15 @@ def check_slices_and_report(
     """
     from patchgen.runtime.parallel import selfcheck
 
-    with parallel.using(state):
+    with parallel.using(state), precision.exact(model):
         vocab_size = model.config.get_text_config().vocab_size
         selfcheck.require_sliceable(model, state, vocab_size=vocab_size, padded=False)
         selfcheck.require_router_order(model, state, vocab_size=vocab_size)
-    return report.describe(model, state, seam_implementations, _attention_by_layer(recipe) if _is_first_rank() else "")
+    described = report.describe(
+        model, state, seam_implementations, _attention_by_layer(recipe) if _is_first_rank() else ""
+    )
+    in_fp8 = precision.summary(model, recipe)
+    return f"{described}\nprecision {in_fp8}" if in_fp8 else described
 
 
 def _attention_by_layer(recipe: Recipe) -> str:

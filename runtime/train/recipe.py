@@ -28,6 +28,7 @@ from patchgen.runtime.parallel.batch_fields import FieldRule
 from patchgen.runtime.train.sections import (
     STRICT,
     CheckpointConfig,
+    Fp8Config,
     KernelsConfig,
     LogConfig,
     LoraConfig,
@@ -104,6 +105,8 @@ class Recipe:
                 f"train.profile_start={train.profile_start} is after the last of train.steps={train.steps}: nothing would be "
                 "profiled. To fix: start the profile earlier, or set train.profile_steps to 0."
             )
+        if train.fp8 != Fp8Config() and train.precision is None:
+            raise ValueError("train.fp8 is set, but train.precision is not fp8: it would have no effect.")
         if train.eval_every and self.eval_data is None:
             raise ValueError("train.eval_every is set, but there is no section eval_data to read from.")
         for name, value in (("train.patience", train.patience), ("checkpoint.keep_best", self.checkpoint.keep_best)):

@@ -103,6 +103,8 @@ def default_text(field: dataclasses.Field) -> str:
         return "required"
     if value is None:
         return "null"
+    if dataclasses.is_dataclass(value):
+        return "{}"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

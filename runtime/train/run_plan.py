@@ -23,6 +23,7 @@ from patchgen.runtime.train import (
     memory,
     optimizers,
     planned_device,
+    precision,
     resize_vocab,
     run_lock,
     run_log,
@@ -58,6 +59,7 @@ def require_valid(recipe: Recipe, world_size: int) -> None:
         captured.require_replayable(recipe, layout)
     attention_choice.require_available(recipe.model.attention)
     models.require_kernels(recipe.kernels)
+    precision.require_available(recipe, models.compute_dtype(recipe))
     for kind in recipe.log.trackers:
         run_log.require_tracker(kind)
     run_lock.require_writable(recipe.directory)
@@ -180,6 +182,7 @@ def describe(
             if recipe.lora is not None
             else []
         ),
+        *([f"precision    {line}"] if (line := precision.summary(model, recipe)) else []),
         f"run          {recipe.directory}",
         "",
         estimate.text(),

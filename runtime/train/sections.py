@@ -126,7 +126,8 @@ class KernelsConfig:
     for a seam that no module calls is an error.
 
     Attributes:
-        fused_moe: auto, torch, triton, fp8, fp8_wide_gradients or sonic; null: auto where the model has experts.
+        fused_moe: auto, torch, triton, fp8, fp8_wide_gradients or sonic; null: auto where the model has experts, or fp8 by
+            `train.precision`.
         causal_lm_loss: auto, linear or chunked; null: auto where the model has the seam.
         rms_norm: auto, compiled or quack; null: eager.
         rotary: compiled; null: eager.
@@ -198,6 +199,19 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Fp8Config:
+    """Linear layers with `precision: fp8`; those of experts are `kernels.fused_moe`.
+
+    Attributes:
+        exclude: patterns of paths of linear layers that stay in the compute dtype (`model.layers.0.*`).
+        weight_gradients: what gradients of their weights are computed in; bfloat16: that of the layers.
+    """
+
+    exclude: tuple[str, ...] = ()
+    weight_gradients: Literal["bfloat16", "fp8"] = "bfloat16"
+
+
+@dataclass(frozen=True, config=STRICT)
 class TrainConfig:
     """The loop.
 
@@ -209,6 +223,9 @@ class TrainConfig:
         router_loss: the tokens over which expert loads are counted, if the model adds a router loss
             (`model.overrides: {output_router_logits: true}`): those of each packed row, or of the full step ("global"),
             which lets experts specialise and cannot be combined with accumulation. Padding is not counted.
+        precision: null: all products in `parallel.param_dtype`; fp8: those of experts, and of the linear layers of attention and
+            dense MLPs, in FP8 (e4m3) on GPUs from Hopper on. What is stored and exported is the same.
+        fp8: which of these linear layers, and what of them.
         seed: of random weights and of random numbers in a step.
         deterministic: use torch's deterministic algorithms where they exist.
         first_loss_limit: the largest plausible first loss per label, in nats, before the first optimizer step; null:
@@ -230,6 +247,8 @@ class TrainConfig:
     steps: PositiveInt = 1000
     batches_per_step: PositiveInt = 1
     router_loss: Literal["row", "global"] = "row"
+    precision: Literal["fp8"] | None = None
+    fp8: Fp8Config = Field(default_factory=Fp8Config)
     seed: NonNegativeInt = 0
     deterministic: bool = False
     first_loss_limit: PositiveFloat | None = None
