@@ -14,7 +14,6 @@ from patchgen.anatomy.classes import (
     base_name,
     calls,
     dotted,
-    loaded,
     own_attribute,
     parameter_names,
 )
