@@ -83,6 +83,13 @@ MENDS: dict[str, tuple[Mend, ...]] = {
             r"cannot import name 'LossKwargs'",
         ),
         Mend(
+            "OutputRecorder of transformers.utils.generic",
+            r"from transformers\.utils\.generic import .*\bOutputRecorder\b",
+            "in transformers.utils.output_capturing",
+            "from transformers.utils.output_capturing import OutputRecorder",
+            r"cannot import name 'OutputRecorder'",
+        ),
+        Mend(
             "is_flash_attn_available",
             r"\bimport\b.*\bis_flash_attn_available\b",
             "is_flash_attn_2_available",
@@ -216,12 +223,12 @@ MENDS: dict[str, tuple[Mend, ...]] = {
         Mend(
             "config.pad_token_id, is_decoder, add_cross_attention, pruned_heads, ... that the configuration does not set",
             r"\bconfig\.(is_decoder|add_cross_attention|pruned_heads|cross_attention_hidden_size|torchscript"
-            r"|tie_encoder_decoder|max_length|num_beams|sep_token_id)\b",
+            r"|tie_encoder_decoder|max_length|num_beams|sep_token_id|pretraining_tp)\b",
             "no longer an attribute of every configuration",
             'set it in the configuration\'s __init__, or read getattr(config, "is_decoder", False)',
             r"Config' object has no attribute '(pad_token_id|bos_token_id|eos_token_id|use_cache|is_decoder"
             r"|add_cross_attention|pruned_heads|cross_attention_hidden_size|torchscript|tie_encoder_decoder|max_length"
-            r"|num_beams|sep_token_id|tie_word_embeddings)'",
+            r"|num_beams|sep_token_id|tie_word_embeddings|pretraining_tp)'",
         ),
     ),
     MODELS: (
@@ -294,6 +301,19 @@ MENDS: dict[str, tuple[Mend, ...]] = {
             "models that generate inherit from GenerationMixin themselves",
             "class MyForCausalLM(MyPreTrainedModel, GenerationMixin):",
             r"has no attribute 'generate'",
+        ),
+        Mend(
+            "a forward that raises on arguments that it does not know (`**deprecated_arguments`)",
+            r"\*\*deprecated_arguments",
+            "a training step passes num_items_in_batch, which a loss may ignore",
+            'remove `raise ValueError("Got unexpected arguments ...")`',
+            r"Got unexpected arguments",
+        ),
+        Mend(
+            "def load_balancing_loss_func(gate_logits, num_experts, top_k) of transformers 4.36, without a mask",
+            r"^def load_balancing_loss_func\((?!.*attention_mask)",
+            "takes the attention mask too, so that padding does not count",
+            "copy the function from the installed transformers/models/mixtral/modeling_mixtral.py, and pass attention_mask",
         ),
         Mend(
             "attention classes chosen by config._attn_implementation",

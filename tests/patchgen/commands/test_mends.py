@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,7 @@ GONE = (
     ("transformers.modeling_utils", "SequenceSummary"),
     ("transformers.utils", "LossKwargs"),
     ("transformers.utils", "is_flash_attn_available"),
+    ("transformers.utils.generic", "OutputRecorder"),
     ("transformers.utils", "cached_property"),
     ("transformers.utils", "is_tf_available"),
     ("transformers.cache_utils", "SinkCache"),
@@ -64,6 +67,16 @@ GONE = (
 
 def test_the_page_is_the_table():
     assert (ROOT / mends.PAGE).read_text(encoding="utf-8") == mends.page()
+
+
+def test_the_page_of_measured_files_is_the_record():
+    record = json.loads((ROOT / "records" / "outside_files.json").read_text(encoding="utf-8"))
+    specification = importlib.util.spec_from_file_location("outside_folder", ROOT / "benchmarks" / "outside_folder.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module
+    specification.loader.exec_module(module)
+    assert (ROOT / module.PAGE).read_text(encoding="utf-8") == module.page(record)
 
 
 def test_a_file_is_told_what_it_needs_with_the_lines():
