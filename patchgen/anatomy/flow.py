@@ -225,9 +225,7 @@ class Sources(Flow):
 
     def _call(self, call: ast.Call) -> Marks:
         is_made = self._method and own_attribute(call.func) == self._method
-        given = map(
-            self.value, all_arguments(call)
-        )  # of a method of the file, too: by its branches, if not by its result
+        given = map(self.value, all_arguments(call))  # of a method of the file, too: by branches, if not by its result
         return super()._call(call).union(self.MADE if is_made else NONE, *given)
 
 

@@ -31,6 +31,10 @@ LOSS_CLASS, LOSS_FUNCTION = "torch.nn.CrossEntropyLoss", "torch.nn.functional.cr
 CROSS_ENTROPIES = {"CrossEntropyLoss", "cross_entropy", "nll_loss", "NLLLoss"}
 WITHOUT_LAST = re.compile(r"(?P<name>\w+)\[(\.\.\., :-1, :|:, :-1(, :)?)\]")  # logits without the last token
 WITHOUT_FIRST = re.compile(r"(?P<name>\w+)\[(\.\.\.|:), 1:\]")  # labels, or a mask, without the first
+ALL_TOKENS = re.compile(r"-1|(?P<of>.+)\.shape\[0\] \* (?P=of)\.shape\[1\]")  # the first size of a reshape
+CAST_BACK = re.compile(r"(?P<name>\w+) = (?P=name)\.to\(\w+\.dtype\)")
+MOVED = re.compile(r"\.to\(\w+\.device\)")
+TO_FP32 = ".to(torch.float32)"
 # A mask cut to the length of the shifted logits: `mask[:, -(logits.shape[1] - 1):]`, `mask[:, -<cut logits>.shape[1]:]`.
 CUT_MASK = re.compile(r"(?P<name>\w+)\[:, -(\((?P<logits>\w+)\.shape\[1\] - 1\)|(?P<cut>.+)\.shape\[1\]):\]")
 
@@ -62,10 +66,19 @@ def read_own_loss(body: Sequence[ast.stmt], anatomy: Anatomy, local: Container[s
 
 
 def _read(body: Sequence[ast.stmt], anatomy: Anatomy, local: Container[str]) -> OwnLoss | None:
-    """The same of assignments alone, of the tokens that a mask keeps too."""
+    """The same of assignments alone, of the tokens that a mask keeps too. Casts of the result to the model's dtype are left out."""
     names, loss = dict[str, ast.expr](), ""
+    while body and CAST_BACK.fullmatch(ast.unparse(body[-1])):
+        body = body[:-1]
     for node in body:
         match node:
+            case ast.Assign(
+                [ast.Tuple([ast.Name(), ast.Name(), ast.Name()] as sizes)], ast.Attribute(attr="shape") as shape
+            ):
+                of = inlined(shape, names)
+                names |= {
+                    ast.unparse(n): ast.Subscript(of, ast.Constant(i)) for n, i in zip(sizes, (0, 1, -1), strict=True)
+                }
             case ast.Assign([ast.Name(loss)], value):
                 names[loss] = inlined(value, names)
             case _:
@@ -74,8 +87,10 @@ def _read(body: Sequence[ast.stmt], anatomy: Anatomy, local: Container[str]) -> 
     if operands is None:
         return None
     (logits, size), (labels, flattened) = _flat(operands[0], 2), _flat(operands[1], 1)
-    upcast = next((name for name, value in names.items() if ast.unparse(value) == f"{name}.float()"), "")
-    texts = [ast.unparse(one).replace(f"{upcast}.float()", upcast or ".float()") for one in (logits, labels)]
+    made = {name: ast.unparse(value).replace(TO_FP32, ".float()") for name, value in names.items()}
+    upcast = next((name for name, value in made.items() if value == f"{name}.float()"), "")
+    texts = [MOVED.sub("", ast.unparse(one)).replace(TO_FP32, ".float()") for one in (logits, labels)]
+    texts = [text.replace(f"{upcast}.float()", upcast or ".float()") for text in texts]
     found = _tokens(*texts) if size and flattened else None
     if found is None or (upcast and upcast != found[0]):
         return None
@@ -109,7 +124,8 @@ def _flat(node: ast.expr, dimensions: int = 0) -> tuple[ast.expr, str]:
     size = ""
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.keywords:
         given = [ast.unparse(one) for one in node.args]
-        is_view = node.func.attr in ("view", "reshape") and len(given) == dimensions and given[:1] == ["-1"]
+        is_view = node.func.attr in ("view", "reshape") and len(given) == dimensions
+        is_view &= bool(ALL_TOKENS.fullmatch("".join(given[:1])))
         is_view |= node.func.attr == "flatten" and given == ([] if dimensions == 1 else ["0", "1"])
         is_moved = node.func.attr == "to" and len(given) == 1 and getattr(node.args[0], "attr", "") == "device"
         if is_view and not size:

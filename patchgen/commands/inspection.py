@@ -12,6 +12,7 @@ from rich.table import Table
 
 from patchgen import emit, model_configs, pipeline, project_code, source, upstream
 from patchgen.anatomy import Role, study
+from patchgen.commands import mends
 from patchgen.commands.console import console, display_path, print_diff, text_diff
 from patchgen.errors import ConfigError, PatchgenError, UpstreamNotFound
 from patchgen.passes import all_passes, default_pipeline, pass_named
@@ -95,7 +96,8 @@ def _explain_model(generated: Generated) -> None:
 
 
 def inspect(subject: str, version: str | None) -> None:
-    """Prints the anatomy of a model or of a file, what each pass would hit, and a draft config."""
+    """Prints the anatomy of a model or of a file, what each pass would hit, and a draft config; of a file outside transformers
+    also what it uses that transformers 5 no longer has."""
     path = Path(subject)
     name = path.stem.removeprefix("modeling_") if path.is_file() else path.name
     origin = upstream.load(name, version, path) if path.exists() else upstream.load(subject, version)
@@ -107,6 +109,8 @@ def inspect(subject: str, version: str | None) -> None:
         for role, why in info.roles.items() or {"": ""}.items():
             table.add_row(str(info.node.lineno), info.name, role, why)
     console.print(table)
+    if origin.version is None:
+        _print_mends(origin.text)
     roots = default_roots(module, anatomy)
     console.print(f"roots: {', '.join(roots)}")
     config = model_configs.config_for(origin.model)
@@ -121,6 +125,19 @@ def inspect(subject: str, version: str | None) -> None:
     console.print(
         Syntax(render("model_config.jinja", model=origin.model, roots=roots), "python", background_color="default")
     )
+
+
+def _print_mends(text: str) -> None:
+    """Prints the rows of the table of mends that a file needs, each with its first line."""
+    found = mends.needed(text)
+    if not found:
+        return
+    table = Table(
+        "line", "it has", "transformers 5", "write", title=f"from transformers 4 ({mends.PAGE})", title_justify="left"
+    )
+    for one in found:
+        table.add_row(str(one.line), *map(escape, (one.mend.name, one.mend.now, one.mend.write)))
+    console.print(table)
 
 
 def new(model: str, version: str | None, path: Path | None, *, force: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from patchgen import provenance
-from patchgen.commands import checkpoints, models_page, support_matrix
+from patchgen.commands import checkpoints, file_errors, models_page, support_matrix
 from patchgen.commands.console import console
 from patchgen.errors import ConfigError, UpstreamNotFound
 from patchgen.runtime.verify import records
@@ -73,7 +73,7 @@ def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
     made_with = records.made_with(sources["prover"], sources)
     made_on_ranks_with = records.made_with(sources["rank_prover"], sources)
     for subject in subjects:
-        with _refusals_of(subject):
+        with _refusals_of(subject), file_errors.told(subject, head):
             proof = verify_model(subject, head=head)
         try:
             proof = two_ranks.complete(proof, subject)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from dataclasses import replace
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import FunctionNode, own_attribute
 from patchgen.anatomy.loss_region import LossRegion, find_region
 from patchgen.anatomy.own_losses import handed_on, unserved_loss
-from patchgen.passes.base import AlreadyDone, Example, Missed, Rewritten, Site, SitePass
+from patchgen.passes.base import AlreadyDone, Example, Missed, Outcome, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, append_method, format_code, indented, insert_first
 from patchgen.source import Block, Module
 
 LOSS_FORM, OWN_LOSS = "loss_form", "own_loss"
+OWN = "upstream's own loss"
 HEAD, BOUNDS = "head", "cu_seq_lens_q"
 UNTOLD = (
     "takes no further arguments, so nothing tells it where packed documents end: a run computes each in a row of its own, "
@@ -100,6 +102,15 @@ class FusedLoss(SitePass):
         """),
     )
 
+    def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
+        """Adds to the note on a loss of upstream's own why it has no seam: the code of the head that no form fits."""
+        outcome = super().apply(module, anatomy)
+        why = {
+            f"{hit.site.partition('.')[0]}: ": hit.what.removeprefix(OWN) for hit in outcome.hits if OWN in hit.what
+        }
+        notes = (note + "".join(why[k] for k in why if note.startswith(k)) for note in outcome.notes)
+        return replace(outcome, notes=tuple(notes))
+
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Losses of one call's tokens; heads that take no document boundaries."""
         heads = anatomy.with_role(Role.HEAD, module)
@@ -123,13 +134,14 @@ class FusedLoss(SitePass):
             return AlreadyDone(f"the loss of {', '.join(inner)}")
         try:
             return self._seam(block, site, anatomy)
-        except Missed:
+        except Missed as miss:
             if (own := unserved_loss(method, site.block, anatomy)) is None:
                 raise
+            why = f"{OWN}: {miss}"
         source = ast.unparse(own)
         code = f"ops.require_no_step(labels, {source!r})"
         block = insert_first(block, "forward", code, self.mark)
-        return Rewritten(append_method(block, f"{OWN_LOSS} = {(source,)!r}", self.mark), "upstream's own loss")
+        return Rewritten(append_method(block, f"{OWN_LOSS} = {(source,)!r}", self.mark), why)
 
     def _seam(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         editor = Editor(block, self.mark)

@@ -8,11 +8,13 @@ from collections.abc import Collection, Sequence
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import FunctionNode, calls, parameter_names
 from patchgen.anatomy.router_losses import called_losses, known_forms, require_known, router_losses
+from patchgen.errors import LeftAlone
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import Editor, wrap_calls
 from patchgen.source import Block, Module
 
 TOKENS = ("input_ids", "inputs_embeds")  # parameters of a head: the one that is given has the shape of the batch
+LEFT = "a loss of no known form, left as it is: of one call's tokens, and so another number on several ranks"
 COUNTS = {"one_hot", "histc", "bincount", "scatter_add_"}  # operations by which upstream counts tokens per expert
 
 
@@ -64,6 +66,13 @@ class RouterLoss(SitePass):
         return [*(Site(name, name, node.lineno, why) for name, node in losses.items()), *callers]
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        """`_signs` in a file of a release, whose losses have known forms; in a file on disk they are notes."""
+        return self._signs(module, anatomy) if anatomy.upstream.version is not None else ()
+
+    def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        return [f"{sign}: {LEFT}" for sign in self._signs(module, anatomy) if anatomy.upstream.version is None]
+
+    def _signs(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Classes that read the coefficient of an auxiliary loss and call none that was found; functions that look like one
         (they count the choices of a softmax), whatever they and their parameters are called."""
         functions = {name for name in router_losses(anatomy) if module.has(name)}
@@ -81,11 +90,17 @@ class RouterLoss(SitePass):
         return signs
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        if site.block in anatomy.functions:
-            require_known(anatomy.functions[site.block])
-            return self._take_means(block, anatomy.functions[site.block])
-        method = anatomy.classes[site.block].methods[site.name.rpartition(".")[2]]
-        return self._pass_tokens(block, method, router_losses(anatomy))
+        losses, of_release = router_losses(anatomy), anatomy.upstream.version is not None
+        try:
+            for name in losses.keys() if not of_release else losses.keys() & {site.block}:
+                require_known(losses[name])
+            if site.block in losses:
+                return self._take_means(block, losses[site.block])
+            return self._pass_tokens(block, anatomy.classes[site.block].methods[site.name.rpartition(".")[2]], losses)
+        except Missed as miss:
+            if of_release:
+                raise
+            raise LeftAlone(f"{site.name} (line {site.line}): {LEFT}; {miss}") from miss
 
     def _take_means(self, block: Block, known: FunctionNode) -> Rewritten:
         factors = [node.id for node in ast.walk(next(calls(known.body[-2])).args[0]) if isinstance(node, ast.Name)]

@@ -317,7 +317,11 @@ def _register_processing(setting: str, architecture: Architecture, module: str |
     in its package's `__init__.py`: nothing else decides which belongs to the configuration.
     """
     config = architecture.heads[0].config_class
-    assert config is not None, "a generated head names its configuration"
+    if config is None:
+        raise RecipeError(
+            f"{setting}: {architecture.heads[0].__name__}.config_class is None, so nothing says which configuration it is built "
+            "from. Write `config_class = MyConfig` in it, or in a class that it inherits from, and generate again."
+        )
     by_kind: dict[type | None, list[type]] = {}  # None: no processing class
     for file in dict.fromkeys(
         file for pattern in PROCESSING_FILES for file in sorted(architecture.folder.glob(pattern))

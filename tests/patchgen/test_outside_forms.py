@@ -52,6 +52,31 @@ def test_a_loop_of_no_known_form_stays_and_is_told(tmp_path: Path):
     assert "left_alone={" in generated.text and "layer(state).clamp(-1, 1)" in generated.text
 
 
+BALANCE = """
+def load_balancing_loss_func(gate_logits, num_experts, top_k=2):
+    routing_weights, selected = torch.topk(torch.cat(gate_logits, dim=0), top_k, dim=-1)
+    counted = nn.functional.one_hot(selected, num_experts).sum(dim=-2).float()
+    return torch.mean(counted * routing_weights.softmax(dim=-1).mean(dim=-1, keepdim=True)) * num_experts**2
+
+
+class ListMoeForCausalLM("""
+
+
+def test_a_router_loss_of_no_known_form_stays_and_is_told(tmp_path: Path):
+    """It refuses nothing; what it computes over several ranks is the proof's to say, and the note says where it stands."""
+    code = FORMS["Mixtral"].write(tmp_path)
+    file = code / "modeling_list_moe.py"
+    text = file.read_text().replace("\nclass ListMoeForCausalLM(", BALANCE)
+    added = "        loss = None\n        balance = load_balancing_loss_func((logits,), self.vocab_size)\n"
+    file.write_text(text.replace("        loss = None\n", added))
+    generated = pipeline.generate(load("list_moe", source=code))
+    (note,) = next(step.outcome.notes for step in generated.steps if step.name == "router_loss")
+    assert (
+        note.startswith("load_balancing_loss_func counts the choices of a softmax (line ") and "several ranks" in note
+    )
+    assert "balance = load_balancing_loss_func(" in generated.text and "ops.router" not in generated.text
+
+
 def generated_from(code: Path) -> registry.GeneratedModel:
     generation.generate(["list_moe"], False, None, code, code.parent / "generated", dry_run=False, force=False)
     found = registry.read_model(code.parent / "generated" / "list_moe")

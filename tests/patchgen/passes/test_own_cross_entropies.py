@@ -30,6 +30,21 @@ KEPT = """if attention_mask is not None:
                 shift_logits = logits[..., :-1, :].contiguous()
                 shift_labels = labels[..., 1:].contiguous()
             loss = nn.CrossEntropyLoss()(shift_logits.view(-1, shift_logits.size(-1)), shift_labels.view(-1))"""
+CAST_BACK = """labels = labels.to(logits.device)
+            logits = logits.to(torch.float32)
+            shift_logits = logits[..., :-1, :].contiguous()
+            shift_labels = labels[..., 1:].contiguous()
+            loss_fct = nn.CrossEntropyLoss()
+            loss = loss_fct(shift_logits.view(-1, shift_logits.size(-1)), shift_labels.view(-1))
+            logits = logits.to(hidden_states.dtype)
+            loss = loss.to(hidden_states.dtype)"""
+BY_SIZES = """shift_logits = logits[..., :-1, :].contiguous()
+            shift_labels = labels[..., 1:].contiguous()
+            batch_size, seq_length, vocab_size = shift_logits.shape
+            loss_fct = nn.CrossEntropyLoss()
+            loss = loss_fct(
+                shift_logits.view(batch_size * seq_length, vocab_size), shift_labels.view(batch_size * seq_length)
+            )"""
 ABOVE = "        outputs: BaseModelOutputWithPast = self.model("
 IDS = torch.arange(1, 25).view(2, 12)
 LABELS = IDS.masked_fill(IDS % 5 == 0, -100)
@@ -70,7 +85,13 @@ def kept(logits):
     return cross_entropy(logits[..., :-1, :][chosen], LABELS[..., 1:][chosen])
 
 
-@pytest.mark.parametrize(("written", "mean"), [(ALIGNED, aligned), (KEPT, kept)])
+def shifted(logits):
+    return cross_entropy(logits[:, :-1].flatten(0, 1), LABELS[:, 1:].flatten())
+
+
+@pytest.mark.parametrize(
+    ("written", "mean"), [(ALIGNED, aligned), (KEPT, kept), (CAST_BACK, shifted), (BY_SIZES, shifted)]
+)
 def test_it_is_upstreams_to_the_bit_and_in_chunks(tmp_path, written, mean):
     model = built(tmp_path, (UPSTREAM, written))
     handed = {"input_ids": IDS, "attention_mask": MASK, "use_cache": False}
@@ -134,6 +155,7 @@ def test_labels_that_the_decoder_reads_are_its_targets(tmp_path, state):
         ALIGNED.replace("Loss()", "Loss(label_smoothing=0.1)"),
         ALIGNED.replace("labels.view(-1))", "labels.view(-1)) + 0.1 * logits.std()"),
         ALIGNED.replace("labels.view(-1))", "labels.roll(1).view(-1))"),
+        BY_SIZES.replace("labels[..., 1:]", "labels[..., :-1]"),
     ],
 )
 def test_another_loss_is_left_alone_named_and_refused_in_a_step(tmp_path, state, written):
@@ -143,6 +165,9 @@ def test_another_loss_is_left_alone_named_and_refused_in_a_step(tmp_path, state,
     )
     (note,) = next(step.outcome.notes for step in generated.steps if step.name == "fused_loss")
     assert note.startswith(f"LlamaForCausalLM: {kind.own_loss[0]} is the loss") and "added" not in note
+    assert "expected `loss = self.loss_function(...)` under `if labels is not None:`, found " in note, (
+        "why it has no seam"
+    )
     assert loss.why_not_additive(kind).startswith("LlamaForCausalLM computes a loss of its own, ")
     torch.manual_seed(0)
     model = kind(small_config(kind.config_class).config).train()
