@@ -185,6 +185,8 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Seque
     if not anatomy.classes:
         raise ConfigError(f"{upstream.path} defines no class: there is no model in it to generate.")
     _mark_asked_heads(config.heads, anatomy)
+    if not config.kept:
+        custom_sources.require_head(anatomy)
     steps = run_passes(original, anatomy, default_pipeline(config), config)
     anatomy = steps[-1].anatomy
     if not heads:  # with `heads`, the config may name code that only other heads reach
