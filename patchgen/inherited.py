@@ -91,14 +91,15 @@ class _Parent:
         for block in self.written:
             if not block.is_import and not self.needed.keys().isdisjoint(block.binds):
                 text = _with_names(block, self._new_name)
-                yield Block(with_absolute_imports(text, _module(self.path), self.path, above=0))
+                yield Block(with_absolute_imports(text, _module(self.path), self.path, kept=0))
 
     def _new_name(self, node: ast.AST) -> str | None:
         """The new name of what a node refers to, or defines for the module, if it gets one."""
         if isinstance(node, ast.Name):
             return None if "meaning" in vars(node) else self.new_names.get(node.id)  # marked: a local name
-        is_defined = isinstance(node, ast.ClassDef | ast.FunctionDef) and node.col_offset == 0
-        return self.new_names.get(node.name) if is_defined else None
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.col_offset == 0:
+            return self.new_names.get(node.name)
+        return None
 
 
 @dataclass

@@ -339,14 +339,14 @@ def absolute_module(node: ast.ImportFrom, base: list[str]) -> str:
     return ".".join([*base, *filter(None, [node.module])])
 
 
-def with_absolute_imports(text: str, module: str, path: Path | str, above: int = 1) -> str:
-    """Code that is copied from a module: relative imports of more dots than `above` become absolute ones of transformers. Raises
+def with_absolute_imports(text: str, module: str, path: Path | str, kept: int = 1) -> str:
+    """Code that is copied from a module: relative imports of more dots than `kept` become absolute ones of transformers. Raises
     SourceSyntaxError if an import starts outside transformers."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
         return text  # copied as it is
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level > above]
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level > kept]
     lines = text.encode().splitlines(keepends=True)  # of bytes, as ast counts lines and columns
     for node in sorted(imports, key=lambda node: (node.lineno, node.col_offset), reverse=True):
         base, place = package_above(module.rpartition(".")[0], node.level), node.lineno - 1
