@@ -44,35 +44,38 @@ def with_imports(module: Module, upstream: Upstream) -> Module:
         )
     used = {name for block in module if not block.is_import for name in references(ast.parse(block.text))}
     used |= set(exported_names(module))
-    parts = [_with_used_names(b, used) if b.is_import and not _stays_whole(b) else b for b in module]
+    parts = [with_used_names(b, used) if b.is_import and not _stays_whole(b) else b for b in module]
     blocks = [block for block in parts if block is not None]
-    start = next((i for i, b in enumerate(blocks) if not (b.is_docstring or _is_future(b))), len(blocks))
+    start = next((i for i, b in enumerate(blocks) if not (b.is_docstring or is_future(b))), len(blocks))
     end = next((i for i, b in enumerate(blocks) if i >= start and not b.is_import), len(blocks))
     code_blocks = blocks[end:]
     if code_blocks and not code_blocks[0].text.startswith("\n"):
         code_blocks[0] = code_blocks[0].with_text("\n" + code_blocks[0].text)
-    imports = _in_order(blocks[start:end], upstream.version)
+    imports = _in_order(blocks[start:end], upstream)
     return _explained(module.with_blocks([*blocks[:start], *imports, *code_blocks]))
 
 
-def _in_order(imports: Sequence[Block], version: str | None) -> list[Block]:
+def _in_order(imports: Sequence[Block], upstream: Upstream) -> list[Block]:
     """A file's leading imports, with that of `ops` where isort puts it and the version guard above those of transformers.
 
     In a release's file the imports from transformers on were relative and ordered by dots, so they are sorted by name; not
     if two of them bind the same name, since the last one counts, or with a star import.
     """
-    first = next((i for i, b in enumerate(imports) if _place(b)[2].split(".")[0] == "transformers"), len(imports))
+    first = next(
+        (i for i, b in enumerate(imports) if import_place(b)[2].split(".")[0] == "transformers"), len(imports)
+    )
     head, tail = list(imports[:first]), list(imports[first:])
     ops_import = Block(text=OPS_IMPORT)
-    position = next((i for i, block in enumerate(head) if _place(block) > _place(ops_import)), len(head))
-    guard = [Block(text=f'ops.require_transformers(__file__, made_from="{version}")\n')] if version else []
+    position = next((i for i, block in enumerate(head) if import_place(block) > import_place(ops_import)), len(head))
+    release = next((taken.version for taken in upstream.taken), upstream.version)
+    guard = [Block(text=f'ops.require_transformers(__file__, made_from="{release}")\n')] if release else []
     bound = [name for block in tail for name in block.binds]
-    is_sorted = version is not None and len({*bound}) == len(bound) and "*" not in bound
+    is_sorted = upstream.version is not None and len({*bound}) == len(bound) and "*" not in bound
     if is_sorted:
-        tail.sort(key=_place)
+        tail.sort(key=import_place)
     placed = [*head[:position], ops_import, *head[position:], *guard, *tail]
     moved = {id(block) for block in (ops_import, *guard, *(tail if is_sorted else ()))}
-    sections = [_place(block)[0] if block.is_import else None for block in placed]
+    sections = [import_place(block)[0] if block.is_import else None for block in placed]
     lead = imports[0].text if imports else ""
     between = ["" if section == next_section else "\n" for section, next_section in itertools.pairwise(sections)]
     gaps = [lead[: len(lead) - len(lead.lstrip("\n"))], *between]
@@ -83,7 +86,7 @@ def _in_order(imports: Sequence[Block], version: str | None) -> list[Block]:
     ]
 
 
-def _place(block: Block) -> tuple[int, bool, str]:
+def import_place(block: Block) -> tuple[int, bool, str]:
     """isort's sort key of an import: its section, `import x` before `from x import`, the module's name."""
     node = block.node
     level, module = (node.level, node.module or "") if isinstance(node, ast.ImportFrom) else (0, "")
@@ -224,7 +227,8 @@ def diff(
     listed = textwrap.wrap(", ".join(dropped), 110)
     head = render("diff_head.jinja", upstream=upstream, dropped=listed, roots=", ".join(roots))
     left, right = before.splitlines(keepends=True), after.splitlines(keepends=True)
-    parts = [head, f"--- a/{upstream.path}\n+++ b/{root}/{upstream.model}/modeling_{upstream.model}.py\n"]
+    source = upstream.merged_file if upstream.taken else upstream.path
+    parts = [head, f"--- a/{source}\n+++ b/{root}/{upstream.model}/modeling_{upstream.model}.py\n"]
     # Without `autojunk`: difflib's own unified diff ignores frequent lines, such as blank ones, and finds more changes.
     for hunk in difflib.SequenceMatcher(None, left, right, autojunk=False).get_grouped_opcodes(3):
         (_, i, _, k, _), (_, _, j, _, m) = hunk[0], hunk[-1]
@@ -247,14 +251,14 @@ _MODULE_NAMES = {"__file__", "__name__", "__doc__", "__all__", "__package__", "_
 
 def _stays_whole(block: Block) -> bool:
     """Whether an import keeps unused names: it is of `__future__`, was added, or is marked `noqa: F401`."""
-    return _is_future(block) or not block.line or "noqa: F401" in block.text
+    return is_future(block) or not block.line or "noqa: F401" in block.text
 
 
-def _is_future(block: Block) -> bool:
+def is_future(block: Block) -> bool:
     return block.is_import and any(getattr(s, "module", None) == "__future__" for s in block.statements)
 
 
-def _with_used_names(block: Block, used: set[str]) -> Block | None:
+def with_used_names(block: Block, used: set[str]) -> Block | None:
     """The import block without unused names, or None if none is left."""
     if all(name in used for name in block.binds):
         return block

@@ -17,6 +17,7 @@ from patchgen import custom_sources, emit, provenance, source
 from patchgen.anatomy import Anatomy, Role, study
 from patchgen.anatomy.classes import parameter_names
 from patchgen.errors import ConfigError, PassMismatch, nearest
+from patchgen.inherited import with_inherited
 from patchgen.model_configs import Expect, ModelConfig, config_for
 from patchgen.passes import all_passes, default_pipeline, pass_named
 from patchgen.passes.base import Outcome, Pass, SitePass
@@ -179,11 +180,13 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Seque
     """
     config_file = Path(upstream.config_file) if upstream.config_file else None
     config = (config or config_for(upstream.model, config_file)).for_heads(heads)
-    original = source.parse(upstream.text, upstream.path)
+    original, upstream = with_inherited(source.parse(upstream.text, upstream.path), upstream)
     anatomy = study(original, upstream)
     if not anatomy.classes:
         raise ConfigError(f"{upstream.path} defines no class: there is no model in it to generate.")
     _mark_asked_heads(config.heads, anatomy)
+    if not config.kept:
+        custom_sources.require_head(anatomy)
     steps = run_passes(original, anatomy, default_pipeline(config), config)
     anatomy = steps[-1].anatomy
     if not heads:  # with `heads`, the config may name code that only other heads reach

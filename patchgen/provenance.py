@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from patchgen import __version__, emit, project_code
-from patchgen.anatomy import Anatomy, Role
+from patchgen.anatomy import Anatomy
 from patchgen.anatomy.census import census
 from patchgen.anatomy.classes import calls, dotted
 from patchgen.errors import StaleFile
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from patchgen.passes.base import Hit
     from patchgen.pipeline import Generated, Step
     from patchgen.runtime.verify.record_types import HitRecord, PartRecord, PassRecord, Provenance
+
+
+OMITTED_IF_EMPTY = ("inherited", "asked", "parts", "edits")
 
 
 def generated_root() -> Path:
@@ -75,8 +78,9 @@ def record(
         asked: the heads that were given on the command line.
     """
     anatomy, before, module = steps[-1].anatomy, steps[0].before, steps[-1].outcome.module
-    upstream, models = anatomy.upstream, anatomy.models_in(module)
-    causal = {info.name for info in anatomy.with_role(Role.HEAD)}
+    upstream = anatomy.upstream
+    models = [name for name in anatomy.models_in(module) if upstream.is_own(name)]
+    causal = {*anatomy.own_heads()}
     heads = list(config.heads) or [name for name in roots if name in causal] or list(roots)
     added = {name for step in steps for name in step.outcome.added if before.has(name)}
     nodes = {name: info.node for name, info in anatomy.classes.items()} | anatomy.functions
@@ -91,6 +95,7 @@ def record(
             "path": upstream.path,
             "sha256": upstream.sha256,
         },
+        "inherited": [{"path": t.path, "version": t.version, "sha256": t.sha256} for t in upstream.taken],
         "command": command(upstream, asked),
         "roots": list(roots),
         "heads": heads,
@@ -111,7 +116,7 @@ def record(
         "generated_sha256": hashes[0],
         "other_sha256": dict(zip(list(files)[1:], hashes[1:], strict=True)),
     }
-    written = {name: value for name, value in facts.items() if value or name not in ("asked", "parts", "edits")}
+    written = {name: value for name, value in facts.items() if value or name not in OMITTED_IF_EMPTY}
     return json.dumps(written, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from patchgen.config_classes import ConfigClass, read_configs, text_of
 from patchgen.errors import ConfigError, SourceSyntaxError, UpstreamNotFound, nearest
-from patchgen.source import parse
 from patchgen.wheels import cached_wheel, installed_version
 
 AUTO_CLASS_MAPPINGS = {
@@ -37,20 +37,13 @@ AUTO_FILES = ("auto_mappings", "configuration_auto", "modeling_auto")
 
 
 @dataclass(frozen=True)
-class SubConfig:
-    """A sub-config as upstream declares it: its class ("AutoConfig" if any may be used) and its default model type."""
+class Taken:
+    """A modeling file of a release whose definitions a file on disk inherits or uses: they are part of what is generated."""
 
-    config_class: str
-    model_type: str | None = None
-
-
-@dataclass(frozen=True)
-class ConfigClass:
-    """A configuration class of upstream: its `model_type` and its sub-configs."""
-
-    name: str
-    model_type: str | None
-    sub_configs: dict[str, SubConfig] = field(default_factory=dict[str, SubConfig])
+    path: str
+    version: str
+    sha256: str
+    names: frozenset[str]  # of the definitions, in the file that is generated
 
 
 @dataclass(frozen=True)
@@ -70,6 +63,7 @@ class Upstream:
     # for a file on disk: file name -> text of the modules beside it that it imports
     siblings: dict[str, str] = field(default_factory=dict[str, str])
     config_file: str | None = None  # for a file on disk: the path of its config, given by the user or found beside it
+    taken: tuple[Taken, ...] = ()  # for a file on disk: what it inherits or uses of transformers' modeling files
 
     @property
     def package(self) -> str:
@@ -82,7 +76,16 @@ class Upstream:
         A file on disk with more than one dot is taken to be written for `transformers/models/<model>/`.
         """
         beyond = level > 1 and self.given is not None and not self.module.startswith("transformers.")
-        return _above(f"transformers.models.{self.model}" if beyond else self.package, level)
+        return package_above(f"transformers.models.{self.model}" if beyond else self.package, level)
+
+    @property
+    def merged_file(self) -> str:
+        """The name of the file with what is taken, which is written beside the generated one."""
+        return f"merged_{self.model}.py"
+
+    def is_own(self, name: str) -> bool:
+        """Whether a class of the file was written there, and not taken from transformers."""
+        return not any(name in taken.names for taken in self.taken)
 
     @property
     def sha256(self) -> str:
@@ -153,13 +156,17 @@ class Release:
                 return self.modeling_files[candidate]
         # A type that uses another model's classes, or a file that is not named after its folder.
         classes = [self.auto_map(mapping).get(model) for mapping in (*HEAD_MAPPINGS, WHOLE_MODELS)]
-        defining = {path for name in classes if name for path in self._defining.get(name, ())}
+        defining = {path for name in classes if name for path in self.defining(name)}
         paths = (*self.modeling_files.values(), *self.all_modeling_files)
         return next((path for path in paths if path in defining), None)
 
     def defines(self, class_name: str, besides: str) -> bool:
         """Whether a modeling file other than `besides` (its path in the release) defines a class of that name."""
-        return any(not besides.endswith(path) for path in self._defining.get(class_name, ()))
+        return any(not besides.endswith(path) for path in self.defining(class_name))
+
+    def defining(self, class_name: str) -> list[str]:
+        """The modeling files that define a class of that name."""
+        return self._defining.get(class_name, [])
 
     @functools.cached_property
     def _defining(self) -> dict[str, list[str]]:
@@ -321,7 +328,7 @@ def _read_source(path: Path) -> str:
         ) from error
 
 
-def _above(package: str, level: int) -> list[str]:
+def package_above(package: str, level: int) -> list[str]:
     """The components of the package that a relative import of `level` dots in `package` starts from; empty beyond the top."""
     parts = package.split(".")
     return parts[: max(len(parts) + 1 - level, 0)]
@@ -332,17 +339,17 @@ def absolute_module(node: ast.ImportFrom, base: list[str]) -> str:
     return ".".join([*base, *filter(None, [node.module])])
 
 
-def _with_absolute_imports(text: str, model: str, path: Path) -> str:
-    """The text of a file that is copied: relative imports from outside its folder become absolute ones of
-    transformers. Raises SourceSyntaxError if an import starts outside transformers."""
+def with_absolute_imports(text: str, module: str, path: Path | str, kept: int = 1) -> str:
+    """Code that is copied from a module: relative imports of more dots than `kept` become absolute ones of transformers. Raises
+    SourceSyntaxError if an import starts outside transformers."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
         return text  # copied as it is
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level > 1]
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level > kept]
     lines = text.encode().splitlines(keepends=True)  # of bytes, as ast counts lines and columns
     for node in sorted(imports, key=lambda node: (node.lineno, node.col_offset), reverse=True):
-        base, place = _above(f"transformers.models.{model}", node.level), node.lineno - 1
+        base, place = package_above(module.rpartition(".")[0], node.level), node.lineno - 1
         if not base:
             raise SourceSyntaxError(f"{path}, line {node.lineno}: `{ast.unparse(node)}` starts beyond transformers.")
         above, rest = lines[place][: node.col_offset], b"".join([lines[place][node.col_offset :], *lines[place + 1 :]])
@@ -366,48 +373,11 @@ def _siblings(source: Path, text: str, model: str) -> dict[str, str]:
             for module in [node.module] if node.module else [alias.name for alias in node.names]:
                 file = source.with_name(module.split(".")[0] + ".py")
                 if file.is_file() and file.name not in files and file != source:
-                    files[file.name] = _with_absolute_imports(_read_source(file), model, file)
+                    files[file.name] = with_absolute_imports(
+                        _read_source(file), f"transformers.models.{model}.{model}", file
+                    )
                     pending.append(files[file.name])
     return files
-
-
-def read_configs(text: str, path: str) -> dict[str, ConfigClass]:
-    """The configuration classes of a `configuration_*.py`, by name, with what they inherit; raises SourceSyntaxError."""
-    configs: dict[str, ConfigClass] = {}
-    for node in (node for block in parse(text, path) for node in block.statements if isinstance(node, ast.ClassDef)):
-        values: dict[str, ast.expr] = {}
-        for statement in node.body:
-            match statement:
-                case ast.Assign([ast.Name(name), *_], value) | ast.AnnAssign(ast.Name(name), _, ast.expr() as value):
-                    values[name] = value
-        base = next((configs[name] for name in map(ast.unparse, node.bases) if name in configs), ConfigClass("", None))
-        model_type = values.get("model_type")
-        sub_configs = dict(base.sub_configs)
-        for table in ("sub_configs", "sub_configs_defaults"):  # older and newer releases
-            sub_configs |= _sub_configs(values.get(table))
-        kind = _text(model_type) if isinstance(model_type, ast.Constant) else base.model_type
-        configs[node.name] = ConfigClass(node.name, kind, sub_configs)
-    return configs
-
-
-def _sub_configs(table: ast.expr | None) -> dict[str, SubConfig]:
-    """Reads `{"text_config": TextConfig, "vision_config": SubConfigSpec(config_class=AutoConfig, model_type="x")}`."""
-    sub_configs: dict[str, SubConfig] = {}
-    for key, value in zip(table.keys, table.values, strict=True) if isinstance(table, ast.Dict) else ():
-        if (name := _text(key)) is None:
-            continue
-        stated = {"config_class": value}
-        if isinstance(value, ast.Call):
-            given = {keyword.arg: keyword.value for keyword in value.keywords}
-            stated = dict(zip(("config_class",), value.args, strict=False)) | given
-        config_class = stated.get("config_class")
-        class_name = "AutoConfig" if config_class is None else ast.unparse(config_class)
-        sub_configs[name] = SubConfig(class_name, _text(stated.get("model_type")))
-    return sub_configs
-
-
-def _text(node: ast.expr | None) -> str | None:
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
 def _tables(text: str) -> Iterator[tuple[str, dict[str, str]]]:
@@ -426,6 +396,6 @@ def _pairs(table: ast.expr) -> dict[str, str]:
     items = zip(table.keys, table.values, strict=True) if isinstance(table, ast.Dict) else listed
     for key, value in items:
         first = value.elts[0] if isinstance(value, ast.Tuple | ast.List) and value.elts else value
-        if (name := _text(key)) is not None and (text := _text(first)) is not None:
+        if (name := text_of(key)) is not None and (text := text_of(first)) is not None:
             pairs[name] = text
     return pairs

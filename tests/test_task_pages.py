@@ -66,6 +66,8 @@ def test_the_commands_are_ones_that_there_are(page, monkeypatch):
         if words[:2] == ["patchgen", "train"]:
             result = CliRunner().invoke(app, [*words[1:], "--print-config"])
             assert result.exit_code == 0, f"{command}: {result.output} {result.exception}"
+        elif words[0] == "patchgen":
+            assert CliRunner().invoke(app, [words[1], "--help"]).exit_code == 0, command
         else:
             assert words[0] in ("python", "torchrun"), command
             script = next(word for word in words if word.endswith(".py"))

@@ -29,9 +29,10 @@ from patchgen.anatomy.classes import (
     walk,
 )
 from patchgen.anatomy.names import Names
-from patchgen.anatomy.roles import assign_class_roles, assign_roles
+from patchgen.anatomy.roles import Role, assign_class_roles, assign_roles
+from patchgen.config_classes import SubConfig
 from patchgen.source import Module
-from patchgen.upstream import AUTO_CLASS_MAPPINGS, SubConfig, Upstream
+from patchgen.upstream import AUTO_CLASS_MAPPINGS, Upstream
 
 Attends = dict[tuple[str, tuple[frozenset[str], ...]], tuple[frozenset[str], bool]]
 
@@ -62,6 +63,14 @@ class Anatomy:
         """The classes that have a role, in upstream order; only those that are still in `among`, if given."""
         infos = self.classes.values() if among is None else self.still_in(among)
         return [info for info in infos if role in info.roles]
+
+    def own_heads(self) -> list[str]:
+        """The causal heads, in upstream order; of a file that takes code of transformers its own ones, which may run the forward
+        of a head that they inherit."""
+        if not self.upstream.taken:
+            return [info.name for info in self.with_role(Role.HEAD)]
+        own = [(name, self.method(name, "forward")) for name in self.classes if self.upstream.is_own(name)]
+        return [name for name, forward in own if forward and Role.HEAD in forward[0].roles]
 
     def lineage(self, name: str) -> Iterator[ClassInfo]:
         """The class and its ancestors in this file, in the order in which Python looks members up."""
@@ -278,7 +287,11 @@ class Anatomy:
 
 
 def _annotated_configs(info: ClassInfo) -> Iterator[str]:
-    """The configuration classes in annotations: of the class's attribute `config`, and of that parameter of `__init__`."""
+    """The configuration classes that a class names: `config_class`, and the annotations of the attribute `config` and of that
+    parameter of `__init__`."""
+    yield from (
+        ast.unparse(value) for name, value in plain_assignments(info.node.body).items() if name == "config_class"
+    )
     if "config" in info.annotations:
         yield info.annotations["config"]
     init = info.methods.get("__init__")

@@ -137,8 +137,13 @@ def same_features(anatomy: Anatomy, owner: str, image: str, video: str) -> bool:
     """Whether the method for videos computes the same as the one for images.
 
     It does if it only calls that one, or has the same body up to the names of parameters and locals and `return_dict=True`.
-    Both must have two named parameters, media and grid, and no decorator that may wrap them.
+    Both must have two named parameters, media and grid, and no decorator that may wrap them; of each subclass, too, which may
+    override one of the two.
     """
+    return all(_computes_same(anatomy, name, image, video) for name in anatomy.below(owner))
+
+
+def _computes_same(anatomy: Anatomy, owner: str, image: str, video: str) -> bool:
     first, second = anatomy.method(owner, image), anatomy.method(owner, video)
     if first is None or second is None or any(anatomy.names.is_wrapped(method) for _, method in (first, second)):
         return False

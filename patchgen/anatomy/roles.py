@@ -28,7 +28,7 @@ from patchgen.anatomy.convolutions import built_convolutions, convolutions
 from patchgen.anatomy.flow import Attention, Embedder, Rotary
 from patchgen.anatomy.known import CASTS, MAKERS
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.vocabulary import attributes_read, uses_projection
+from patchgen.anatomy.vocabulary import attributes_read, uses_projection, with_methods
 
 if TYPE_CHECKING:
     from patchgen.anatomy.graph import Anatomy
@@ -300,8 +300,14 @@ def _head(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | Non
         return None
     if anatomy.inherits(info.name, "GenerationMixin"):
         return "generates and takes labels"
-    computes_loss = anatomy.names.operations(forward) & {"CrossEntropyLoss", "cross_entropy"}
-    computes_loss |= attributes_read(forward) & {"loss_function"}  # transformers'
+    code: list[ast.AST] = [forward]
+    if anatomy.upstream.version is None:  # no auto map names its heads: the loss may be in a helper
+        code = with_methods(anatomy, info.name, forward)
+        code += [
+            function for call in calls(*code) if (function := anatomy.called(info.name, call)) not in (None, *code)
+        ]
+    computes_loss = anatomy.names.operations(*code) & {"CrossEntropyLoss", "cross_entropy"}
+    computes_loss |= attributes_read(*code) & {"loss_function"}  # transformers'
     is_head = computes_loss and uses_projection(anatomy, info.name, forward)
     return "projects to the vocabulary and computes a loss" if is_head else None
 

@@ -65,7 +65,7 @@ def _refusals_of(subject: GeneratedModel) -> Generator[None, None, None]:
 
 def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
     """Whether each model is proven, once its proof is written."""
-    from patchgen.runtime.verify import proof_table, report, two_ranks
+    from patchgen.runtime.verify import merged_source, proof_table, report, two_ranks
     from patchgen.runtime.verify.ranks import CaseFailed
     from patchgen.runtime.verify.verify_model import verify_model
 
@@ -76,7 +76,7 @@ def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
         with _refusals_of(subject), file_errors.told(subject, head):
             proof = verify_model(subject, head=head)
         try:
-            proof = two_ranks.complete(proof, subject)
+            proof = two_ranks.complete(proof, merged_source.for_ranks(subject))
         except CaseFailed as failure:
             console.print(
                 f"error: {subject.name} could not be compared on two processes of this machine, and its record stays as it was: "
@@ -93,7 +93,7 @@ def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
 
 def _prove_on_ranks(subjects: list[GeneratedModel], layout: Layout, head: str | None) -> Iterator[bool]:
     """Whether each model is proven on gloo ranks, once the result is written."""
-    from patchgen.runtime.verify import media_ranks, rank_report, report
+    from patchgen.runtime.verify import media_ranks, merged_source, rank_report, report
     from patchgen.runtime.verify.ranks import RankPool
 
     sources = records.current_key()
@@ -103,7 +103,7 @@ def _prove_on_ranks(subjects: list[GeneratedModel], layout: Layout, head: str | 
                 subject.upstream()  # a missing source fails here, not on every rank
                 training = report.read_training(subject.directory, subject.file, head or subject.heads[0])
                 results = media_ranks.verify_on_ranks(
-                    subject,
+                    merged_source.for_ranks(subject),
                     pool,
                     sp=layout.sp,
                     ep=layout.ep,

@@ -25,6 +25,7 @@ ORDER = (
     "patchgen.passes.fused_loss:FusedLoss",
     "patchgen.passes.language_sp:LanguageSP",
     "patchgen.passes.drawn_masks:DrawnMasks",
+    "patchgen.passes.attention_tables:AttentionTables",
     "patchgen.passes.mixer_sp:MixerSP",
     "patchgen.passes.vision_sp:VisionSP",
     "patchgen.passes.audio_sp:AudioSP",

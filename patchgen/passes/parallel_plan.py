@@ -35,7 +35,9 @@ class ParallelPlan(SitePass):
     )
 
     def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
-        return super().why(info, anatomy) or info.roles.get(Role.ASKED, "")
+        if info.name not in anatomy.own_heads():
+            return info.roles.get(Role.ASKED, "")
+        return super().why(info, anatomy) or f"{self.role}: by inheritance"
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         experts, alone = _experts(anatomy, site.block)
@@ -47,8 +49,8 @@ class ParallelPlan(SitePass):
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         reasons: dict[str, str] = {}
-        for head in anatomy.with_role(Role.HEAD, module):
-            reasons |= _experts(anatomy, head.name)[1]
+        for head in filter(module.has, anatomy.own_heads()):
+            reasons |= _experts(anatomy, head)[1]
         return [f"{name}: {why}: not expert-parallel" for name, why in reasons.items()]
 
 

@@ -7,7 +7,7 @@ import ast
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
-from patchgen.anatomy import Anatomy, Role
+from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import dotted, targets
 from patchgen.anatomy.graph import references
 from patchgen.errors import PassMismatch, nearest
@@ -85,7 +85,7 @@ class Prune(Pass):
 
 def default_roots(module: Module, anatomy: Anatomy) -> tuple[str, ...]:
     """The heads that upstream's auto maps name for the model; else every head; else `__all__`; else every class."""
-    heads = anatomy.upstream.heads or tuple(info.name for info in anatomy.with_role(Role.HEAD))
+    heads = anatomy.upstream.heads or tuple(anatomy.own_heads())
     if heads:
         return heads
     for block in module:

@@ -43,7 +43,7 @@ def build_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
     """
     run_plan.require_valid(recipe, world)
     folder = Path(recipe.model.source)
-    if folder.is_dir() and recipe.model.source in CONFIG_MAPPING:
+    if folder.is_dir() and recipe.model.source in CONFIG_MAPPING and not models.is_model_type(recipe.model.source):
         warnings.warn(
             f"model.source = '{folder}' is a model type and also the folder {folder.resolve()}; the folder is read. Write "
             f"./{folder} to mean the folder, or start from another directory to mean the type.",

@@ -39,7 +39,7 @@ from patchgen.runtime.parts import UnknownPartError, part_files
 from patchgen.runtime.train import architecture, attention_choice, data_check, modalities
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
-from patchgen.runtime.verify import report, verdict
+from patchgen.runtime.verify import merged_source, report, verdict
 from patchgen.runtime.verify.comparison import train_step
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model
@@ -166,7 +166,8 @@ def two_ranks_refusal(recipe: Recipe, separates: DocumentSeparation) -> str:
         reasons = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         try:
             missing = [layout for layout in layouts if layout not in reasons]
-            found = compare_on_two_ranks(generated, head.__name__, separates=separates, layouts=missing)
+            reference = merged_source.for_ranks(generated)
+            found = compare_on_two_ranks(reference, head.__name__, separates=separates, layouts=missing)
         except CaseFailed as failure:
             raise RecipeError(
                 f"model.source = '{recipe.model.source}': it could not be compared on two processes of this machine, as a run on "

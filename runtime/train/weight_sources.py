@@ -12,10 +12,16 @@ OTHER_WEIGHT_FILES = ("pytorch_model*.bin", "consolidated*.pt*", "tf_model*.h5",
 
 
 def is_model_type(source: str) -> bool:
-    """Whether `model.source` is a bare model type; a folder of that name in the working directory takes precedence."""
+    """Whether `model.source` is a bare model type; a folder of that name in the working directory takes precedence, unless it has
+    the code of an architecture (`model.code`) and nothing of a checkpoint."""
     from transformers import CONFIG_MAPPING
 
-    return source in CONFIG_MAPPING and not Path(source).is_dir()
+    folder = Path(source)
+    has_code = any(folder.glob("modeling_*.py"))
+    is_code = has_code and not any(
+        any(folder.glob(pattern)) for pattern in ("*.json", *WEIGHT_FILES, *OTHER_WEIGHT_FILES)
+    )
+    return source in CONFIG_MAPPING and (is_code or not folder.is_dir())
 
 
 def find_weights(model: ModelConfig) -> Path | str | None:

@@ -52,6 +52,14 @@ class OriginRecord(TypedDict):
     sha256: str
 
 
+class InheritedRecord(TypedDict):
+    """A modeling file of transformers whose code is part of a file outside any release."""
+
+    version: str
+    path: str
+    sha256: str
+
+
 class HitRecord(TypedDict):
     """A site that a pass rewrote, or that upstream already has in the wanted form."""
 
@@ -96,6 +104,8 @@ class Provenance(TypedDict):
     model: str
     patchgen: str
     upstream: OriginRecord
+    inherited: NotRequired[list[InheritedRecord]]
+    """What a file outside any release inherits or uses of transformers."""
     command: str
     roots: list[str]
     heads: list[str]

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 from patchgen import pipeline, source, upstream
 from patchgen.anatomy import Anatomy, study
+from patchgen.config_classes import ConfigClass, SubConfig
 from patchgen.errors import EmissionError, PassMismatch
 from patchgen.model_configs import ModelConfig
 from patchgen.passes.absolute_imports import AbsoluteImports
 from patchgen.passes.base import Outcome, Pass
 from patchgen.source import bound_names
-from patchgen.upstream import ConfigClass, SubConfig, Upstream
+from patchgen.upstream import Upstream
 
 EXAMPLE_CONFIGS = {
     "ExampleConfig": ConfigClass(

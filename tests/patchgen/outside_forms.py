@@ -199,6 +199,14 @@ _NO_MORE_ARGUMENTS = (
     "attention_mask=None, position_ids=None, labels=None, use_cache=None):",
 )
 _DENSE = ("self.moe = ListMoeBlock(config)", DENSE)
+_KEYS = "mla_eager", "mla_flash_attention_2", "mha_eager", "mha_flash_attention_2"
+_TABLE = f"ATTENTION = {{{', '.join(f'{key!r}: ListMoeAttention' for key in _KEYS)}}}\n\n\n"
+_CHOSEN = """chosen = config._attn_implementation
+        if getattr(config, "use_mla", True):
+            chosen = "mla_" + chosen
+        else:
+            chosen = "mha_" + chosen
+        self.attention = ATTENTION[chosen](config)"""
 FORMS = {
     "DeepSeek-V2": Form(
         (
@@ -226,6 +234,14 @@ FORMS = {
     "InternLM2, a class in a helper for chats": Form((_DENSE, ("\n\n__all__", CHAT)), has_experts=False),
     "InternLM3, registrations below the model": Form(
         (_DENSE, ('"ListMoePreTrainedModel"]\n', f'"ListMoePreTrainedModel"]\n{REGISTRATIONS}')), has_experts=False
+    ),
+    "DeepSeek-VL2, attention of a table with computed keys": Form(
+        (
+            _DENSE,
+            ("class ListMoeExpert", f"{_TABLE}class ListMoeExpert"),
+            ("self.attention = ListMoeAttention(config)", _CHOSEN),
+        ),
+        has_experts=False,
     ),
     "MiniCPM3, a scale before the head": Form(
         (_DENSE, (HEAD_CALL, "        logits = self.lm_head(hidden_states / (self.vocab_size / 32))\n")), has_experts=False

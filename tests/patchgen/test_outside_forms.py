@@ -39,6 +39,15 @@ def test_a_form_is_generated(name: str, tmp_path: Path):
         assert "for i, expert in" not in generated.text and "for number in" not in generated.text
 
 
+def test_a_table_with_computed_keys_has_the_eager_class_for_our_attention(tmp_path: Path):
+    """A step would end in a KeyError; the slow proof below runs it."""
+    form = FORMS["DeepSeek-VL2, attention of a table with computed keys"]
+    generated = pipeline.generate(load("list_moe", source=form.write(tmp_path)))
+    hits = {step.name: [hit.site for hit in step.outcome.hits] for step in generated.steps}
+    assert hits["attention_tables"] == ["ListMoeLayer"]
+    assert 'chosen = ("eager" if "patchgen_" in config._attn_implementation' in generated.text
+
+
 def test_a_loop_of_no_known_form_stays_and_is_told(tmp_path: Path):
     """Its experts are not divided over ranks; the plan says why."""
     code = FORMS["Mixtral"].write(tmp_path)

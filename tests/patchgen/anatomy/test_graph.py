@@ -9,7 +9,7 @@ from generation_cases import anatomy_of
 
 from patchgen import source
 from patchgen.anatomy.graph import references
-from patchgen.upstream import ConfigClass, SubConfig
+from patchgen.config_classes import ConfigClass, SubConfig
 
 FILE = """
 from torch import nn

@@ -77,6 +77,22 @@ def test_a_folder_named_as_a_model_type_hides_the_type_and_a_plain_file_does_not
     assert not setup.models.is_model_type("llama")
 
 
+def test_a_folder_of_code_does_not_hide_the_type_that_it_defines_but_a_checkpoint_with_code_does(
+    tmp_path, monkeypatch
+):
+    """`model: {source: TYPE, code: TYPE}` means random weights."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "modeling_llama.py").write_text("")
+    recipe = from_dict({"model": {"source": "llama"}, "data": {}})
+    assert setup.models.is_model_type("llama")
+    assert setup.models.read_config(recipe.model).model_type == "llama"
+    assert setup.models.find_weights(recipe.model) is None
+    (folder / "config.json").write_text("{}")
+    assert not setup.models.is_model_type("llama")
+
+
 def three_tokens():
     return of_words("<pad>", "one", "two")
 
