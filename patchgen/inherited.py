@@ -22,14 +22,7 @@ from patchgen.anatomy.names import Names
 from patchgen.config_classes import read_configs
 from patchgen.rewrite import format_code
 from patchgen.source import Block, Module
-from patchgen.upstream import (
-    Release,
-    Taken,
-    Upstream,
-    open_release,
-    package_above,
-    with_absolute_imports,
-)
+from patchgen.upstream import Release, Taken, Upstream, open_release, package_above, with_absolute_imports
 
 
 @dataclass

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from patchgen.runtime.verify.source_closure import closure
 
-LIMIT = 11_942
-"""Lines; lower it with the code. What a generated file computes is the proof's to judge, not another reader's."""
+LIMIT = 11_980
+"""Lines; lower it with the code. What a generated file computes is the proof's to judge, not another reader's. 11,500 without
+what takes the parents of a fork into its file (`inherited.py`) and says which head is missing."""
 OTHERS = ("patchgen.runtime", "patchgen.commands", "patchgen.kernels")
 
 
