@@ -73,7 +73,7 @@ def _recipe(run: Path) -> dict[str, Any] | None:
     return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def _proof(model_type: str) -> dict[str, Any] | None:
+def _proof(model_type: str) -> object:
     """The record of the committed model of this type; None: there is none, or it is not current."""
     models = (CommittedModel(name) for name in committed())
     found = next((model for model in models if model_type in model.record["model_types"]), None)

@@ -64,13 +64,13 @@ def of_recipe(recipe: Recipe, model: PreTrainedModel, tokenizer: Any) -> Prompts
         raise RecipeError(f"train.prompts: {type(model).__name__} does not generate. To fix: remove train.prompts.")
     as_chat = recipe.data.kind in CONVERSATIONS and tokenizer.chat_template is not None
     ends = getattr(model.generation_config, "eos_token_id", None)
-    known = {*ends} if isinstance(ends, list) else {ends}
+    known = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
     return Prompts(
         tokenizer,
         texts,
         encode(tokenizer, texts, as_chat=as_chat),
         recipe.train.prompt_tokens,
-        frozenset(known | {tokenizer.eos_token_id}) - {None},
+        frozenset(token for token in known if token is not None),
     )
 
 
