@@ -163,10 +163,11 @@ def test_every_pass_that_rewrites_a_site_has_a_mutation():
 
     What a release filters by itself, towers without input, and values that a collator may hand in are changed in
     test_media_passes.py; heads asked for by name in passes/test_generic_heads.py,
-    lists of experts in passes/test_stacked_experts.py.
+    lists of experts in passes/test_stacked_experts.py; tables of attention classes in test_outside_forms.py.
     """
     assert {kind.name for kind in PASSES} - {case.target for case in (*ALL, *FORMULAS)} == {
         "attention_kwargs",
+        "attention_tables",
         "dummy_forward",
         "generic_heads",
         "hand_edits",

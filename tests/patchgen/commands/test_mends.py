@@ -11,6 +11,7 @@ import pytest
 from invoked import invoke
 
 from patchgen.commands import mends
+from patchgen.commands.console import console
 
 ROOT = Path(__file__).parents[3]
 DATA = ROOT / "tests" / "patchgen" / "data"
@@ -91,7 +92,7 @@ def test_a_file_of_transformers_5_needs_nothing(folder: str):
 
 
 def test_inspect_names_them(tmp_path: Path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(console, "_width", 200)  # of a terminal, at the first use of the console
     source = (DATA / "list_moe" / "modeling_list_moe.py").read_text(encoding="utf-8")
     file = tmp_path / "modeling_list_moe.py"
     tied = 'GenerationMixin):\n    _tied_weights_keys = ["lm_head.weight"]\n\n    def'
