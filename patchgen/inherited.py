@@ -20,6 +20,7 @@ from patchgen.anatomy.classes import base_name
 from patchgen.anatomy.graph import references
 from patchgen.anatomy.names import Names
 from patchgen.config_classes import read_configs
+from patchgen.errors import ConfigError
 from patchgen.rewrite import format_code
 from patchgen.source import Block, Module
 from patchgen.upstream import Release, Taken, Upstream, open_release, package_above, with_absolute_imports
@@ -135,7 +136,8 @@ def with_inherited(module: Module, upstream: Upstream) -> tuple[Module, Upstream
     in_code = {name for block in module if not block.is_import for name in block.binds}  # an import in a `try`, too
     uses: dict[ast.AST, tuple[_Parent, str]] = {}
     for node in (node for block in module if not block.is_import for node in block.nodes):
-        is_name = isinstance(node, ast.Name | ast.Attribute) and base_name(node) not in in_code
+        is_read = isinstance(getattr(node, "ctx", None), ast.Load)
+        is_name = isinstance(node, ast.Name | ast.Attribute) and is_read and base_name(node) not in in_code
         if is_name and (found := library.find(names.resolve(node) or "")):
             uses[node] = found
     if not uses:
@@ -218,6 +220,10 @@ def _with_names(block: Block, new_name: Callable[[ast.AST], str | None]) -> str:
         if (new := new_name(node)) is not None and isinstance(node, ast.expr | ast.ClassDef | ast.FunctionDef):
             old = (ast.unparse(node) if isinstance(node, ast.expr) else node.name).encode()
             start = lines[node.lineno - 1].find(old, node.col_offset)
+            if isinstance(node, ast.expr) and node.end_lineno != node.lineno:
+                raise ConfigError(
+                    f"{block.where}: `{ast.unparse(node)}` goes over two lines. To fix: write it in one."
+                )
             if start == node.col_offset or not isinstance(node, ast.expr):
                 edits.add((node.lineno - 1, start, old, new.encode()))
     for line, start, old, new in sorted(edits, reverse=True):

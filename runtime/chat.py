@@ -35,15 +35,16 @@ class Session:
             ValueError: transformers has no class for it that generates text.
             OSError: a file is missing.
         """
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         kinds = [
             kind for kind in (AutoModelForCausalLM, AutoModelForMultimodalLM) if type(config) in kind._model_mapping
         ]
         if not kinds:
             raise ValueError(f"transformers has no class that generates text for '{config.model_type}'")
         place = "cuda" if torch.cuda.is_available() else None
-        self.model: Any = kinds[0].from_pretrained(folder, dtype="auto", device_map=place).eval()
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        loaded = kinds[0].from_pretrained(folder, dtype="auto", device_map=place, trust_remote_code=False)
+        self.model: Any = loaded.eval()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": temperature > 0}
         self.options |= {"temperature": temperature} if temperature > 0 else {}
         self.messages: list[dict[str, str]] = []

@@ -5,8 +5,8 @@
                dy^T @ x in the layer's dtype, or of both in FP8          -> dweight
 
 Parameters, their names and gradients, inputs and outputs are those of `nn.Linear`. Scales are of a token or of a row of the
-weight, so they depend on no layout of ranks. On a GPU `fp8_products` computes, on a CPU `fp8_reference`, which rounds in the
-same places. The same inputs give the same bits.
+weight, so they depend on no layout of ranks; but weight gradients in FP8 are rounded to the largest factor of a rank's tokens. On a
+GPU `fp8_products` computes, on a CPU `fp8_reference`, which rounds in the same places. The same inputs give the same bits.
 
     T tokens   K inputs   N outputs
 """

@@ -40,6 +40,8 @@ def _message(subject: GeneratedModel, head: str, error: Exception) -> str:
     place = next((frame for frame in reversed(frames) if frame.filename in (str(source), str(generated))), None)
     if in_generated:
         what = f"the generated class of '{subject.name}' does not run in a form in which the file itself does"
+    elif place is None:
+        what = f"'{subject.name}' could not be compared, and no line of its file was running: this may be a fault of patchgen"
     else:
         what = f"the file of '{subject.name}' itself does not run in this form, so there is nothing to compare with"
     lines = [f"{what}:", f"  {type(error).__name__}: {_one_line(str(error))}"]

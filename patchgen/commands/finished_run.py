@@ -7,6 +7,9 @@ from pathlib import Path
 from patchgen.errors import ConfigError
 
 
+ADAPTER, ADAPTER_CONFIG = "adapter", "adapter_config.json"
+
+
 def model_folder(place: Path) -> Path:
     """The folder with the model: `export/` of a run, or the place itself if it is a checkpoint.
 
@@ -23,6 +26,12 @@ def model_folder(place: Path) -> Path:
             if not is_complete(folder):
                 raise ConfigError(f"{folder} is not complete: the run that writes it has not ended, or was killed.")
             return folder
+    if (
+        adapter := next((one for one in (place / ADAPTER, place) if (one / ADAPTER_CONFIG).is_file()), None)
+    ) is not None:
+        raise ConfigError(
+            f"{adapter} has an adapter alone. To fix: patchgen merge {adapter} --output FOLDER, and name that folder."
+        )
     raise ConfigError(
         f"{place} has no {EXPORT}/ and no {CONFIG}. To fix, for a run that was stopped or exports nothing: "
         f"patchgen export {place} --output FOLDER, and name that folder."

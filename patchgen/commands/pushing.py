@@ -1,8 +1,9 @@
-"""push: a trained model goes to the Hub, with a card that says how it was made."""
+"""push: a trained model goes to the Hub, with a card that says how it was made, and nothing else of this machine."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,61 +11,83 @@ import yaml
 
 from patchgen.commands.finished_run import model_folder
 from patchgen.errors import PatchgenError
-from patchgen.runtime.verify.committed_models import CommittedModel, committed
 from patchgen.templates import render
 
 CARD = "README.md"
+SENT = ("*.safetensors", "*.safetensors.index.json", "*config.json", "token*.json", "vocab.*", "merges.txt", "*.model")
+SENT += ("special_tokens_map.json", "added_tokens.json", "chat_template.*", "chat_templates/*", CARD)
+"""What a model consists of. A folder may hold more, which is nobody's business."""
+TOLD = ("objective", "optim", "train", "lora", "parallel", "kernels", "model.dtype", "model.overrides", "data.kind")
+TOLD += ("data.tokens_per_batch", "data.max_length", "data.epochs", "data.packing", "checkpoint.export")
+"""The keys of a recipe that a card shows, with what lies below them."""
+UNTOLD = "train.prompts"
 KEPT_POINTS = 20
 """How many losses of the curve the card lists."""
+PLACE = re.compile(r"^([~./]|[A-Za-z]:\\|\w+://)|[*?\\]|/.*/")
+"""A path, a pattern of paths or an address, rather than `builtin:chat` or a name on the Hub, `owner/name`."""
 
 
 def push(run: Path, repository: str, *, private: bool) -> str:
     """Uploads the model of a run, or a checkpoint, and returns its address.
 
-    A card (`README.md`) goes along: one that the folder has, else what is written there of the run's recipe, data, proof and curve.
+    A card goes along: the folder's own `README.md`, else one made of the run's recipe, data and curve.
 
     Raises:
         ConfigError: no model there.
-        PatchgenError: the Hub refuses.
+        PatchgenError: the Hub refuses, or does not answer.
     """
     folder = model_folder(run)
-    if not (folder / CARD).is_file():
-        (folder / CARD).write_text(card(run, folder, repository), encoding="utf-8")
+    text = None if (folder / CARD).is_file() else card(run, folder, repository)
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import get_session
 
-    api = HfApi()
+    api, session = HfApi(), get_session()
+    unreachable = next(kind for kind in type(session).__mro__ if kind.__name__ == "Client").__module__.partition(".")[
+        0
+    ]
     try:
         address = api.create_repo(repository, private=private, exist_ok=True)
-        api.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message=f"{folder} of a run of patchgen")
-    except (HfHubHTTPError, OSError, ValueError) as error:
+        api.upload_folder(
+            repo_id=address.repo_id, folder_path=folder, allow_patterns=[*SENT], commit_message="A model of patchgen"
+        )
+        if text is not None:
+            api.upload_file(
+                path_or_fileobj=text.encode(), path_in_repo=CARD, repo_id=address.repo_id, commit_message="Its card"
+            )
+    except Exception as error:  # of the client library, whose errors share no base
+        is_of_client = type(error).__module__.startswith(unreachable)
+        if not (is_of_client or isinstance(error, HfHubHTTPError | OSError | ValueError)):
+            raise
         raise PatchgenError(
-            f"{repository} was not pushed: {error}\nTo fix: `hf auth login` with a token that may write there."
+            f"{repository} was not pushed: {type(error).__name__}: {error}\nTo fix: `hf auth login` with a token that may "
+            "write there, and look whether the Hub can be reached."
         ) from error
     return str(address)
 
 
 def card(run: Path, folder: Path, repository: str) -> str:
-    """The text of the card: what the run's files say, and nothing that they do not."""
+    """The text of the card: what the run's files say, and nothing that they do not; of places only the last part."""
     from patchgen.runtime.checkpoint.safetensor_files import CONFIG
     from patchgen.runtime.train import page, run_log
     from patchgen.runtime.train.recipe import changed
 
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    recipe = _recipe(run)
-    entries = run_log.read(run)
+    recipe, entries = _recipe(run), run_log.read(run)
+    told = {key: _public(value) for key, value in changed(recipe).items() if _is_told(key)} if recipe else {}
+    model = (recipe or {}).get("model", {})
     return render(
         "model_card.jinja",
         name=repository.rpartition("/")[2],
-        base=(recipe or {}).get("model", {}).get("source", ""),
+        base=_public(model.get("source", "")),
+        is_own=bool(model.get("code") or model.get("trust_remote_code")),
         model_type=config.get("model_type", ""),
         summary=run_log.read_summary(run),
-        proof=_proof(config.get("model_type", "")),
         figures=page.figures(entries),
         losses=_spread(page.series(entries, "loss")),
         evaluations=_spread(page.series(entries, "eval_loss")),
-        sources=page.totals_by_source(entries),
-        recipe=yaml.safe_dump(_nested(_shown(changed(recipe))), sort_keys=False) if recipe else "",
+        sources=[(_public(name), tokens, labels) for name, tokens, labels in page.totals_by_source(entries)],
+        recipe=yaml.safe_dump(told, sort_keys=False) if told else "",
     )
 
 
@@ -73,32 +96,17 @@ def _recipe(run: Path) -> dict[str, Any] | None:
     return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def _proof(model_type: str) -> object:
-    """The record of the committed model of this type; None: there is none, or it is not current."""
-    models = (CommittedModel(name) for name in committed())
-    found = next((model for model in models if model_type in model.record["model_types"]), None)
-    return found.current_proof if found is not None else None
+def _is_told(key: str) -> bool:
+    return any(f"{key}.".startswith(f"{told}.") for told in TOLD) and not key.startswith(UNTOLD)
 
 
-def _shown(values: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a recipe that tell how a model was made; paths of this machine by their last part."""
-    kept = {key: value for key, value in values.items() if not key.startswith("log.") and key != "data.cache_dir"}
-    return {
-        key: Path(value).name if isinstance(value, str) and Path(value).exists() else value
-        for key, value in kept.items()
-    }
-
-
-def _nested(values: dict[str, Any]) -> dict[str, Any]:
-    """Dotted keys as the sections of a recipe."""
-    nested: dict[str, Any] = {}
-    for key, value in values.items():
-        section = nested
-        *above, last = key.split(".")
-        for part in above:
-            section = section.setdefault(part, {})
-        section[last] = value
-    return nested
+def _public(value: Any) -> Any:
+    """A value without places: the last part of each path or address."""
+    if isinstance(value, list):
+        return [_public(part) for part in value]
+    if not isinstance(value, str) or not PLACE.search(value):
+        return value
+    return re.split(r"[/\\]", value.rstrip("/\\"))[-1]
 
 
 def _spread(points: list[tuple[int, float]]) -> list[tuple[int, float]]:

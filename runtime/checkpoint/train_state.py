@@ -81,7 +81,7 @@ class Checkpointer(SavedSteps):
     Attributes:
         directory: of the checkpoints, on storage that all ranks share.
         keep: how many complete checkpoints are kept: the newest.
-        kept: steps that are kept besides.
+        kept: steps that are kept besides, each until another of them is saved.
     """
 
     def __init__(self, directory: str | Path, *, keep: int = 3) -> None:
@@ -246,6 +246,7 @@ class Checkpointer(SavedSteps):
             final.rename(self.directory / f".{final.name}.replaced")
         partial.rename(final)
         sync_folder(self.directory)
+        self.kept = frozenset({manifest.step}) if manifest.step in self.kept else self.kept
         for old in (step for step in self.complete_steps()[: -self.keep] if step not in self.kept):
             # Renamed first, so that it does not look like a damaged checkpoint while it is deleted.
             doomed = self.directory / f".{folder_name(old)}.old"

@@ -92,13 +92,14 @@ def layers_of(model: nn.Module, recipe: Recipe) -> dict[str, nn.Linear]:
     Raises:
         RecipeError: a pattern of `train.fp8.exclude` that matches none.
     """
-    found = find(model) if recipe.train.precision is not None else {}
+    everything = find(model) if recipe.train.precision is not None else {}
+    found = dict(everything)
     for pattern in recipe.train.fp8.exclude:
-        excluded = fnmatch.filter(found, pattern)
+        excluded = fnmatch.filter(everything, pattern)
         if not excluded:
             raise RecipeError(
                 f"train.fp8.exclude: {pattern!r} matches no linear layer that would compute in FP8. Those are "
-                f"{', '.join([*found][:8])}{', ...' if len(found) > 8 else ''}."
+                f"{', '.join([*everything][:8])}{', ...' if len(everything) > 8 else ''}."
             )
         found = {path: linear for path, linear in found.items() if path not in excluded}
     return found

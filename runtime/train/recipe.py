@@ -118,6 +118,10 @@ class Recipe:
             raise ValueError(
                 "train.prompts are continued at evaluations. To fix: add a section eval_data, or remove them."
             )
+        if train.prompts and train.cuda_graph:
+            raise ValueError(
+                "train.prompts have other shapes than a step, which train.cuda_graph replays. To fix: remove one of them."
+            )
         if self.checkpoint.export == "best" and not self.checkpoint.keep_best:
             raise ValueError(
                 "checkpoint.export: best needs the best step's checkpoint. To fix: set checkpoint.keep_best: true."

@@ -103,6 +103,7 @@ class Summary:
         data: the loader's summary of used and dropped samples.
         skipped: how many steps changed no weight, because a gradient was not finite; on rank 0 those before a resume, too.
         best_step, best_loss: of the evaluation with the lowest loss; None: no evaluation gave a finite loss.
+        exported_step: the step whose weights are in `export`; None: nothing was exported.
     """
 
     steps: int
@@ -113,6 +114,7 @@ class Summary:
     skipped: int = 0
     best_step: int | None = None
     best_loss: float | None = None
+    exported_step: int | None = None
 
 
 class Listener:

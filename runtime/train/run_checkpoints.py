@@ -107,13 +107,23 @@ class RunCheckpoints:
         return best
 
     def keep(self, step: int) -> None:
-        """Keeps the checkpoint of this step, which may not be saved yet, besides the newest ones; one kept before is no longer."""
-        self.checkpointer.kept = frozenset({step})
+        """Keeps the checkpoint of this step, the best so far, besides the newest ones; the one kept before until it is there."""
+        is_saved = step in self.checkpointer.complete_steps()
+        self.checkpointer.kept = frozenset({step} if is_saved else {step, *self.checkpointer.kept})
 
-    def load_weights(self, step: int | None) -> None:
-        """Loads the weights of a step into the model, and nothing else; None: those of no step (collective)."""
-        if step is not None and step != self.saved_step:
-            self.checkpointer.load(step, model=self.model)
+    def step_to_export(self, best: int | None, last: int) -> int:
+        """The step whose weights the recipe exports: the last, or the best, whose checkpoint must be there (collective)."""
+        if self.recipe.checkpoint.export != "best" or best == last:
+            return last
+        found = _on_rank_0(lambda: best if best in self.checkpointer.complete_steps() else None)
+        if found is None and dist.get_rank() == 0:
+            why = "no best step is kept" if best is None else f"step {best}, the best, has no checkpoint"
+            print(f"WARNING: {why}: what is exported is the model of step {last}.", flush=True)
+        return last if found is None else found
+
+    def load_weights(self, step: int) -> None:
+        """Loads the weights of a step into the model, and nothing else (collective)."""
+        self.checkpointer.load(step, model=self.model)
 
     def wait_for_pending(self) -> None:
         """Waits for a pending save; whether a failed one ends the run is `checkpoint.on_failed`."""

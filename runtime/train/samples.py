@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from patchgen.runtime.parallel.batch import slice_batch
-from patchgen.runtime.parallel.collectives import all_reduce
+from patchgen.runtime.parallel.collectives import all_reduce, broadcast_object
 from patchgen.runtime.parallel.reshard import reshard
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import reading
@@ -60,16 +60,25 @@ def of_recipe(recipe: Recipe, model: PreTrainedModel, tokenizer: Any) -> Prompts
     texts = recipe.train.prompts
     if not texts:
         return None
-    if not model.can_generate():
-        raise RecipeError(f"train.prompts: {type(model).__name__} does not generate. To fix: remove train.prompts.")
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise RecipeError(
+            f"train.prompts: {type(model).__name__} does not continue texts. To fix: remove train.prompts."
+        )
     as_chat = recipe.data.kind in CONVERSATIONS and tokenizer.chat_template is not None
     ends = getattr(model.generation_config, "eos_token_id", None)
     known = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
+    encoded, tokens = encode(tokenizer, texts, as_chat=as_chat), recipe.train.prompt_tokens
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and max(map(len, encoded)) + tokens > most:
+        raise RecipeError(
+            f"train.prompts: the longest has {max(map(len, encoded))} tokens, and train.prompt_tokens is {tokens}, but the model "
+            f"has {most} positions. To fix: shorten the prompt, or lower train.prompt_tokens."
+        )
     return Prompts(
         tokenizer,
         texts,
-        encode(tokenizer, texts, as_chat=as_chat),
-        recipe.train.prompt_tokens,
+        encoded,
+        tokens,
         frozenset(token for token in known if token is not None),
     )
 
@@ -143,7 +152,10 @@ def continued(
 def _next_tokens(
     model: PreTrainedModel, state: ParallelState, rows_BS: Tensor, lengths: Sequence[int], device: torch.device
 ) -> list[int]:
-    """The likeliest token behind each row's last, which the rank has whose slice holds that."""
+    """The likeliest token behind each row's last, which the rank has whose slice holds that.
+
+    All ranks take rank 0's: where rounding makes another the likeliest, they would end after different numbers of forwards.
+    """
     inputs = slice_batch({"input_ids": rows_BS}, sp=state.sp, sp_rank=state.sp_rank, model=model)
     logits_BsV = model(**to_device(inputs, device), use_cache=False).logits
     width = rows_BS.shape[1] // state.sp
@@ -154,4 +166,4 @@ def _next_tokens(
             chosen[index] = logits_BsV[index, place].argmax()
     if state.sp > 1:
         chosen = all_reduce(chosen, group=state.sp_group, operation="choose the next tokens of train.prompts")
-    return chosen.tolist()
+    return broadcast_object(chosen.tolist())

@@ -323,12 +323,13 @@ def _side_files_folder(model: ModelConfig) -> Path | None:
 
 
 def existing_export(recipe: Recipe, step: int) -> Path | None:
-    """The complete export of this step by an earlier start, if rank 0 finds one (collective)."""
+    """The complete export of this step's weights by an earlier start, if rank 0 finds one (collective)."""
     export = None
     if dist.get_rank() == 0:
         previous = read_summary(recipe.directory)
         folder = ADAPTERS if recipe.lora is not None and not recipe.lora.merge else EXPORT
-        if previous and previous["steps"] == step and Path(previous["export"] or "").name == folder:
+        exported = previous and previous.get("exported_step", previous["steps"])
+        if previous and exported == step and Path(previous["export"] or "").name == folder:
             export = previous["export"] if is_complete(Path(previous["export"])) else None
     export = broadcast_object(export)
     return Path(export) if export is not None else None

@@ -183,7 +183,8 @@ class Trainer:
                     self.checkpoints.save(self.step, position, asynchronous=recipe.checkpoint.asynchronous)
                 if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
                     self.keep_if_best(self.evaluate(), position)
-                    upcoming = End("patience") if self.best.is_over else upcoming
+                    if self.best.is_over and isinstance(upcoming, StepBatches):
+                        upcoming = End("patience")
             is_unevaluated = self.first_step < self.step != self.evaluated_step
             if self.eval_loader is not None and upcoming.reason != "stop" and is_unevaluated:
                 self.keep_if_best(self.evaluate(), position)
@@ -342,15 +343,16 @@ class Trainer:
                 "The data ended before the first step: nothing was trained, and nothing is exported. "
                 f"What was read: {reading.counters_of(self.loader, self.state).summary()}."
             )
-        folder = None
+        folder, exported = None, None
         if reason != "stop" and self.recipe.checkpoint.export:
-            folder = setup.existing_export(self.recipe, self.step) if self.step == self.first_step else None
+            exported = self.checkpoints.step_to_export(self.best.step, self.step) if self.checkpoints else self.step
+            folder = setup.existing_export(self.recipe, exported) if self.step == self.first_step else None
             if folder is None:
-                if self.recipe.checkpoint.export == "best" and self.checkpoints is not None:
-                    self.checkpoints.load_weights(self.best.step)
+                if exported != self.step and self.checkpoints is not None:
+                    self.checkpoints.load_weights(exported)
                 folder = self.export()
             elif dist.get_rank() == 0:
-                print(f"Nothing to export: {folder} has what this run exports at step {self.step}.", flush=True)
+                print(f"Nothing to export: {folder} has the model of step {exported}.", flush=True)
         summary = Summary(
             steps=self.step,
             reason=reason,
@@ -359,6 +361,7 @@ class Trainer:
             data=reading.counters_of(self.loader, self.state).summary(),
             skipped=self.num_skipped,
             best_step=self.best.step,
+            exported_step=exported,
             best_loss=self.best.loss if self.best.step is not None else None,
         )
         for listener in self.listeners:

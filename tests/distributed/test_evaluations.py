@@ -80,3 +80,46 @@ def test_the_best_step_is_kept_and_exported_and_the_run_ends_after_some_without_
     assert (len(more), ended.reason, ended.best_step) == (2, "steps", now_best)
     assert set(SavedSteps(tmp_path / "run" / "checkpoints").complete_steps()) == {now_best, best + 5}
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["best_step"] == now_best
+
+
+def test_an_export_of_another_step_is_not_taken_for_the_best(trainer_folder, tmp_path, one_rank):
+    """A run that exported its last step, started again with the best: its weights replace those; the other way round as well."""
+    values = evaluated(
+        trainer_folder,
+        tmp_path / "run",
+        train={"steps": 5, "eval_every": 1, "eval_batches": 4},
+        checkpoint={"keep": 1, "keep_best": True, "export": True},
+        optim={"lr": 0.3, "schedule": "constant", "max_grad_norm": 100.0},
+    )
+    _, last = one_rank.run(cases.train_and_log, values)[0]
+    best = {**values, "checkpoint": {**values["checkpoint"], "export": "best"}}
+    _, again = one_rank.run(cases.train_and_log, best)[0]
+    assert last.exported_step == 5 and again.exported_step == last.best_step != 5
+    _, back = one_rank.run(cases.train_and_log, values)[0]
+    assert (back.exported_step, back.best_step) == (5, last.best_step)
+    export_run(tmp_path / "run", tmp_path / "by_hand", step=5)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    exported, expected = load(back.export).state_dict(), load(tmp_path / "by_hand").state_dict()
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
+
+
+def test_a_best_step_without_a_checkpoint_is_told(trainer_folder, tmp_path, one_rank):
+    """A finished run that kept no best step, asked for it: the last one is exported, and that is said."""
+    values = evaluated(
+        trainer_folder,
+        tmp_path / "run",
+        train={"steps": 5, "eval_every": 1, "eval_batches": 4},
+        checkpoint={"keep": 1, "export": False},
+        optim={"lr": 0.3, "schedule": "constant", "max_grad_norm": 100.0},
+    )
+    one_rank.run(cases.train_and_log, values)
+    asked = {**values, "checkpoint": {"keep": 1, "keep_best": True, "export": "best"}}
+    losses, told = one_rank.run(cases.train_and_print, asked)[0]
+    assert losses == [] and "has no checkpoint: the best from here on is kept" in told
+    assert "WARNING: no best step is kept: what is exported is the model of step 5" in told
+
+
+def test_prompts_that_a_model_cannot_continue_are_refused(trainer_folder, tmp_path, one_rank):
+    train = {"steps": 5, "eval_every": 1, "prompts": PROMPTS, "prompt_tokens": 100_000}
+    told = one_rank.run(cases.refusal, evaluated(trainer_folder, tmp_path / "run", train=train))[0]
+    assert "positions. To fix: shorten the prompt, or lower train.prompt_tokens" in told

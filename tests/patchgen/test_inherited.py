@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from patchgen import pipeline
+from patchgen.errors import ConfigError
 from patchgen.pipeline import Generated
 from patchgen.upstream import load, open_release
 
@@ -148,3 +149,27 @@ def test_a_file_that_names_no_model_of_transformers_has_nothing_taken_in(tmp_pat
         "provenance.json",
     ]
     assert "inherited" not in json.loads(generated.provenance)
+
+
+def test_an_attribute_of_a_class_keeps_the_name_of_a_parent(tmp_path: Path):
+    """`Norm = Norm` binds an attribute of the class, by the value that the module calls so."""
+    text = SHORT.replace("import Qwen2ForCausalLM", "import Qwen2ForCausalLM, Qwen2RMSNorm as Norm")
+    text = generated_from(text.replace("    pass\n", "    Norm = Norm\n"), tmp_path).files["merged_short.py"]
+    assert "    Norm = Qwen2RMSNorm\n" in text
+
+
+def test_a_parent_over_two_lines_says_what_to_write(tmp_path: Path):
+    text = """
+from transformers.models.qwen2 import modeling_qwen2
+
+
+class ShortForCausalLM(
+    modeling_qwen2
+    .Qwen2ForCausalLM
+):
+    pass
+"""
+    with pytest.raises(
+        ConfigError, match=r"modeling_qwen2\.Qwen2ForCausalLM` goes over two lines. To fix: write it in one"
+    ):
+        generated_from(text, tmp_path)

@@ -29,17 +29,34 @@ def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "run"
     trainer_models.build(generated=False).save_pretrained(folder / "export")
     trainer_models.tokenizer().save_pretrained(folder / "export")
-    steps = [{"step": step, "loss": 5 - step / 10, "tokens": 64, "skipped": False} for step in range(1, 31)]
+    sources = {"/home/someone/acme/rows.jsonl": {"tokens": 60, "labels": 50, "loss": 1.0}}
+    figures = {"tokens": 64, "skipped": False, "sources": sources}
+    steps = [{"step": step, "loss": 5 - step / 10, **figures} for step in range(1, 31)]
     entries = [*steps, {"step": 30, "eval_loss": 2.25, "labels": 9}]
     (folder / "steps.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     recipe = {
-        "model": {"source": "Qwen/Qwen3-30B-A3B"},
-        "data": {"sources": [{"path": str(folder / "steps.jsonl")}]},
+        "model": {"source": "Qwen/Qwen3-30B-A3B", "code": "/home/someone/acme/code"},
+        "data": {
+            "sources": [
+                {"path": "s3://key:token@bucket/rows.jsonl"},
+                {"path": "/home/someone/acme/*.jsonl", "name": "~/acme/more"},
+            ],
+            "kind": "chat",
+        },
+        "eval_data": {"sources": [{"path": "/home/someone/acme/held_out.jsonl"}]},
+        "train": {"prompts": ["the secret of acme"], "steps": 30},
         "optim": {"lr": 3e-4},
         "log": {"directory": str(folder)},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    summary = {"steps": 30, "reason": "steps", "best_step": 30, "best_loss": 2.25, "data": "all samples used"}
+    summary = {
+        "steps": 30,
+        "reason": "steps",
+        "best_step": 30,
+        "best_loss": 2.25,
+        "exported_step": 30,
+        "data": "/home/someone",
+    }
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
@@ -78,6 +95,10 @@ def test_a_folder_without_a_model_says_what_to_do(command, tmp_path):
         invoke(*(word.format(tmp_path) for word in command))
     with pytest.raises(ConfigError, match="There is no folder"):
         invoke(*(word.format(tmp_path / "none") for word in command))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"patchgen merge .*adapter --output FOLDER"):
+        invoke(*(word.format(tmp_path) for word in command))
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -85,6 +106,7 @@ class Hub(BaseHTTPRequestHandler):
 
     repositories: dict[str, dict] = {}  # name -> files, and whether it is private
     refused = False
+    said: list[str] = []  # about each commit
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -107,6 +129,7 @@ class Hub(BaseHTTPRequestHandler):
             return self.answer({"files": modes})
         for line in body.decode().splitlines():
             value = (entry := json.loads(line))["value"]
+            self.said.append(line if entry["key"] == "header" else "")
             if entry["key"] == "file":
                 content = base64.b64decode(value["content"])
                 self.repositories[name.removesuffix("/commit")]["files"][value["path"]] = content
@@ -134,29 +157,45 @@ def hub(monkeypatch) -> Iterator[type[Hub]]:
     monkeypatch.setenv("HF_TOKEN", "hf_token")
     monkeypatch.setattr(Hub, "repositories", {})
     monkeypatch.setattr(Hub, "refused", False)
+    monkeypatch.setattr(Hub, "said", [])
     yield Hub
     server.shutdown()
     server.server_close()
 
 
 def test_a_push_uploads_the_model_and_a_card_of_its_run(run, hub):
+    (run / "export" / ".env").write_text("TOKEN=1")
     told = invoke("push", str(run), "me/model", "--private").output
     pushed = hub.repositories["me/model"]
     assert "/me/model" in told and pushed["private"] is True
-    exported = {path.name: path.read_bytes() for path in (run / "export").iterdir()}
-    assert pushed["files"] == exported and {"model.safetensors", "config.json", "README.md"} <= set(exported)
-    card = exported["README.md"].decode()
+    exported = {path.name: path.read_bytes() for path in (run / "export").iterdir() if path.name != ".env"}
+    card = pushed["files"].pop("README.md").decode()
+    assert pushed["files"] == exported and {"model.safetensors", "config.json", "tokenizer.json"} <= set(exported)
     front = yaml.safe_load(card.split("---")[1])
     assert front["base_model"] == "Qwen/Qwen3-30B-A3B" and front["library_name"] == "transformers"
-    for fact in ("| 1 | 4.9000 |", "| 30 | 2.0000 |", "2.2500, after step 30", "proven", "lr: 0.0003", "steps.jsonl"):
+    for fact in (
+        "| 1 | 4.9000 |",
+        "| 30 | 2.0000 |",
+        "2.2500, after step 30",
+        "after step 30",
+        "optim.lr: 0.0003",
+        "`rows.jsonl`",
+    ):
         assert fact in card, fact
-    assert str(run.parent) not in card, "a path of this machine"
+    for secret in ("someone", "acme", "token@", str(run.parent)):
+        assert secret not in card + "".join(hub.said), secret
+    assert "transformers' own class" not in card, "the run had code of its own"
 
 
-def test_a_card_that_is_there_is_kept_and_a_refusal_is_one_error(run, hub):
+def test_a_card_that_is_there_is_kept_and_a_refusal_is_one_error(run, hub, monkeypatch):
     (run / "export" / "README.md").write_text("mine\n")
     invoke("push", str(run), "me/model")
     assert hub.repositories["me/model"]["files"]["README.md"] == b"mine\n"
     hub.refused = True
-    with pytest.raises(PatchgenError, match=r"me/model was not pushed: 403 (.*\n)*To fix: `hf auth login`"):
+    with pytest.raises(PatchgenError, match=r"me/model was not pushed: .*403 (.*\n)*To fix: `hf auth login`"):
+        invoke("push", str(run), "me/model")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(PatchgenError, match="whether the Hub can be reached"):
         invoke("push", str(run), "me/model")
