@@ -6,7 +6,6 @@ from pathlib import Path
 
 from patchgen.errors import ConfigError
 
-
 ADAPTER, ADAPTER_CONFIG = "adapter", "adapter_config.json"
 
 
