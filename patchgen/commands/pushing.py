@@ -14,11 +14,15 @@ from patchgen.errors import PatchgenError
 from patchgen.templates import render
 
 CARD = "README.md"
-SENT = ("*.safetensors", "*.safetensors.index.json", "*config.json", "token*.json", "vocab.*", "merges.txt", "*.model")
-SENT += ("special_tokens_map.json", "added_tokens.json", "chat_template.*", "chat_templates/*", CARD)
+SENT = (
+    *("*.safetensors", "*.safetensors.index.json", "*config.json", "token*.json", "vocab.*", "merges.txt", "*.model"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.*", "chat_templates/*", CARD),
+)
 """What a model consists of. A folder may hold more, which is nobody's business."""
-TOLD = ("objective", "optim", "train", "lora", "parallel", "kernels", "model.dtype", "model.overrides", "data.kind")
-TOLD += ("data.tokens_per_batch", "data.max_length", "data.epochs", "data.packing", "checkpoint.export")
+TOLD = (
+    *("objective", "optim", "train", "lora", "parallel", "kernels", "model.dtype", "model.overrides", "data.kind"),
+    *("data.tokens_per_batch", "data.max_length", "data.epochs", "data.packing", "checkpoint.export"),
+)
 """The keys of a recipe that a card shows, with what lies below them."""
 UNTOLD = "train.prompts"
 KEPT_POINTS = 20
@@ -103,7 +107,7 @@ def _is_told(key: str) -> bool:
 def _public(value: Any) -> Any:
     """A value without places: the last part of each path or address."""
     if isinstance(value, list):
-        return [_public(part) for part in value]
+        return list(map(_public, value))  # pyright: ignore[reportUnknownArgumentType]
     if not isinstance(value, str) or not PLACE.search(value):
         return value
     return re.split(r"[/\\]", value.rstrip("/\\"))[-1]

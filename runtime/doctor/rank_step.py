@@ -64,8 +64,7 @@ def measure_step(recipe: Recipe, device: torch.device, scratch: Path, *, groups:
     from patchgen.runtime.train.trainer import Trainer
 
     log = replace(recipe.log, directory=str(scratch / "step"), trackers=())
-    # In one `replace`, because a recipe with eval_every and without eval_data is refused.
-    recipe = replace(recipe, log=log, eval_data=None, train=replace(recipe.train, eval_every=0))
+    recipe = replace(recipe.without_evaluation(), log=log)
     trainer = Trainer(recipe, device)
     loader = (
         trainer.loader if groups == 1 else _LoaderOfGroups(recipe, trainer.parts, groups, trainer.num_micro_batches)

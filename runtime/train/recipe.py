@@ -134,6 +134,13 @@ class Recipe:
             return self.eval_data
         return dataclasses.replace(self.eval_data, epochs=1)
 
+    def without_evaluation(self) -> Recipe:
+        """The recipe for some steps alone: no evaluation, and nothing that follows from one."""
+        train = dataclasses.replace(self.train, eval_every=0, patience=0, prompts=())
+        export = bool(self.checkpoint.export)
+        checkpoint = dataclasses.replace(self.checkpoint, keep_best=False, export=export)
+        return dataclasses.replace(self, eval_data=None, train=train, checkpoint=checkpoint)
+
     @property
     def has_media(self) -> bool:
         """Whether the run trains or evaluates on multimodal data."""

@@ -33,9 +33,11 @@ def test_a_recipe_with_evaluations_takes_its_step_without_them(tmp_path, monkeyp
 
     monkeypatch.setattr(trainer, "Trainer", build)
     with pytest.raises(Built) as built:
-        rank_step.measure_step(recipe_of(train={"eval_every": 2}, eval_data={}), torch.device("cpu"), tmp_path)
+        train = {"eval_every": 2, "patience": 3, "prompts": ["a"]}
+        kept = {"keep_best": True, "export": "best"}
+        rank_step.measure_step(recipe_of(train=train, checkpoint=kept, eval_data={}), torch.device("cpu"), tmp_path)
     (recipe,) = built.value.args
-    assert (recipe.train.eval_every, recipe.eval_data) == (0, None)
+    assert (recipe.train.eval_every, recipe.train.prompts, recipe.eval_data) == (0, (), None)
 
 
 def test_one_rank_takes_the_batches_of_several_whatever_the_recipe_counts_over_a_step():
