@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -107,7 +107,7 @@ def _is_told(key: str) -> bool:
 def _public(value: Any) -> Any:
     """A value without places: the last part of each path or address."""
     if isinstance(value, list):
-        return list(map(_public, value))  # pyright: ignore[reportUnknownArgumentType]
+        return [_public(part) for part in cast("list[object]", value)]
     if not isinstance(value, str) or not PLACE.search(value):
         return value
     return re.split(r"[/\\]", value.rstrip("/\\"))[-1]
