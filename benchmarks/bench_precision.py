@@ -43,7 +43,8 @@ OPTIONS = {  # experts, linear layers in FP8, their weight gradients in FP8
     "fp8, narrow": ("fp8", True, True),
 }
 KINDS = (
-    ("linear: to FP8, transposed factors", ("_quantise_linear", "_transpose_linear", "_transpose_factor")),
+    ("rows of linear layers, of tokens and of experts' weights to FP8", ("_quantise_rows",)),
+    ("linear: other sides, transposed factors", ("_transpose_linear", "_transpose_factor")),
     *CLASSES,
 )
 

@@ -20,38 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from patchgen.kernels.moe.fp8_values import DTYPE, inverse_of, scale_of
+from patchgen.kernels.moe.fp8_values import DTYPE, inverse_of, quantise_weight
 from patchgen.kernels.moe.plan import VARYING
 
 _PIECE = 16
 """torch's products take depths that are multiples of this."""
-_VALUES = 4096
-"""Of a block of rows, if that many fit."""
 
 
 def rows(values: Tensor) -> tuple[Tensor, Tensor]:
     """`([T, K], [T])` of `[T, K]`."""
-    values = values.contiguous()
-    num_rows, depth = values.shape
-    out = torch.empty(num_rows, depth, dtype=DTYPE, device=values.device)
-    scales = torch.empty(num_rows, dtype=torch.float32, device=values.device)
-    width = triton.next_power_of_2(depth)
-    per_program = max(_VALUES // width, 1)
-    _quantise_linear[(triton.cdiv(num_rows, per_program),)](
-        values, out, scales, num_rows, K=depth, ROWS=per_program, WIDTH=width, num_warps=4
-    )
-    return out, scales
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _quantise_linear(values, out, scales, num_rows, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, WIDTH)[None, :]
-    mask = (row < num_rows)[:, None] & (column < K)
-    value = tl.load(values + row[:, None] * K + column, mask=mask, other=0.0).to(tl.float32)
-    scale, inverse = scale_of(tl.max(tl.abs(value), 1))
-    tl.store(out + row[:, None] * K + column, (value * inverse[:, None]).to(out.dtype.element_ty), mask=mask)
-    tl.store(scales + row, scale, mask=row < num_rows)
+    quantised = quantise_weight(values)
+    return quantised.values, quantised.scales
 
 
 def other_side(weight: Tensor, row_scales: Tensor) -> tuple[Tensor, Tensor]:

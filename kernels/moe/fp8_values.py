@@ -95,16 +95,15 @@ def _quantise_tokens(
 
 
 def quantise_weight(weight: Tensor) -> Quantised:
-    """`weight [E, N, D]`, with a scale for each row `[E, N]`."""
+    """`weight [..., N, D]`, of experts or of a linear layer, with a scale for each row `[..., N]`; of tokens `[T, D]` likewise."""
     weight = weight.contiguous()
-    num_experts, rows, depth = weight.shape
+    depth = weight.shape[-1]
     values = torch.empty(weight.shape, dtype=DTYPE, device=weight.device)
-    scales = torch.empty(num_experts, rows, dtype=torch.float32, device=weight.device)
+    scales = torch.empty(weight.shape[:-1], dtype=torch.float32, device=weight.device)
     width = triton.next_power_of_2(depth)
     per_program = max(_VALUES // width, 1)
-    grid = (triton.cdiv(num_experts * rows, per_program),)
-    _quantise_rows[grid](
-        weight, values, scales, num_experts * rows, D=depth, ROWS=per_program, WIDTH=width, num_warps=4
+    _quantise_rows[(triton.cdiv(scales.numel(), per_program),)](
+        weight, values, scales, scales.numel(), D=depth, ROWS=per_program, WIDTH=width, num_warps=4
     )
     return Quantised(values, scales)
 

@@ -44,12 +44,9 @@ def push(run: Path, repository: str, *, private: bool) -> str:
     text = None if (folder / CARD).is_file() else card(run, folder, repository)
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
-    from huggingface_hub.utils import get_session
 
-    api, session = HfApi(), get_session()
-    unreachable = next(kind for kind in type(session).__mro__ if kind.__name__ == "Client").__module__.partition(".")[
-        0
-    ]
+    client_error = cast("type[Exception]", HfHubHTTPError.__mro__[1])  # the HTTP client's, also where nobody answers
+    api = HfApi()
     try:
         address = api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(
@@ -59,10 +56,7 @@ def push(run: Path, repository: str, *, private: bool) -> str:
             api.upload_file(
                 path_or_fileobj=text.encode(), path_in_repo=CARD, repo_id=address.repo_id, commit_message="Its card"
             )
-    except Exception as error:  # of the client library, whose errors share no base
-        is_of_client = type(error).__module__.startswith(unreachable)
-        if not (is_of_client or isinstance(error, HfHubHTTPError | OSError | ValueError)):
-            raise
+    except (client_error, OSError, ValueError) as error:
         raise PatchgenError(
             f"{repository} was not pushed: {type(error).__name__}: {error}\nTo fix: `hf auth login` with a token that may "
             "write there, and look whether the Hub can be reached."
