@@ -194,7 +194,8 @@ def test_sums_of_one_sign_are_not_too_small():
     x, grad = (random(16384 if on_gpu else 512, 64, seed=seed).abs() for seed in (3, 4))
     found(x).backward(grad)
     exact = grad.double().T @ x.double()
-    assert abs(float((found.weight.grad.double() * exact).sum() / exact.square().sum()) - 1) < 2e-3
+    bar = 5e-3 if on_gpu else 2e-3  # there in bf16, where sums that are not promoted are 0.24 too small
+    assert abs(float((found.weight.grad.double() * exact).sum() / exact.square().sum()) - 1) < bar
 
 
 @pytest.mark.parametrize("shape", [(40, 48), (130, 272), (16, 16)])
