@@ -176,20 +176,26 @@ def rows_of(name: str, tokens: int, check_tokens: int, routing: str, millisecond
 
 
 def accumulation_rows():
-    """What the tensor cores' own sums add to the error: products of e4m3 numbers against fp64, the result in bf16."""
-    for depth in (1024, 2048, 7168, 16384, 65536):
-        left, right = (torch.randn(size, depth, device="cuda").mul_(50).to(DTYPE) for size in (256, 512))
-        exact = left.double() @ right.double().T
-        tiles = torch.tensor([0, depth // BLOCK_M], dtype=torch.int32, device="cuda")
-        plan = Plan(*[tiles] * 5)  # one expert, of which nothing but its tiles is read
-        one = torch.ones(1, device="cuda")
-        found = fp8_product.fp8_weight_gradient(left, right, one, plan, torch.bfloat16)[0].double()
-        error, rounding = (float((each - exact).norm() / exact.norm()) for each in (found, exact.bfloat16().double()))
-        slope = float((found * exact).sum() / exact.square().sum()) - 1
-        yield {
-            "what": f"sums over a depth of {depth}",
-            "errors": f"error {error:.2e}, of rounding to bf16 alone {rounding:.2e}, smaller by {-slope:.1e}",
-        }
+    """What the sums add to the error: products of e4m3 numbers of random and of one sign against fp64, the result in bf16."""
+    for signs in ("random", "one"):
+        for depth in (512, 2048, 7168, 16384, 65536):
+            left, right = (torch.randn(size, depth, device="cuda").mul_(50) for size in (256, 512))
+            if signs == "one":
+                left, right = left.abs(), right.abs()
+            left, right = left.to(DTYPE), right.to(DTYPE)
+            exact = left.double() @ right.double().T
+            tiles = torch.tensor([0, depth // BLOCK_M], dtype=torch.int32, device="cuda")
+            plan = Plan(tiles, tiles, tiles, tiles, tiles[None])  # one expert, of which nothing but its tiles is read
+            one = torch.ones(1, device="cuda")
+            found = fp8_product.fp8_weight_gradient(left, right, one, plan, torch.bfloat16)[0].double()
+            error, rounding = (
+                float((each - exact).norm() / exact.norm()) for each in (found, exact.bfloat16().double())
+            )
+            slope = float((found * exact).sum() / exact.square().sum()) - 1
+            yield {
+                "what": f"sums of {signs} sign over a depth of {depth}",
+                "errors": f"error {error:.2e}, of rounding to bf16 alone {rounding:.2e}, smaller by {-slope:.1e}",
+            }
 
 
 def main() -> None:

@@ -1,16 +1,18 @@
 """The loss of a small model with experts in FP8 beside the same in bf16: several seeds each, the same batches for all.
 
-    python benchmarks/curve_fp8.py --steps 2000 --seeds 0 1 2
+    python benchmarks/curve_fp8.py --steps 2000 --seeds 0 1 2 --commit abc      # on a GPU
+    python benchmarks/curve_fp8.py --commit abc --picture docs/fp8_loss.png     # anywhere, from the recorded rows
 
 A decoder of bytes over the text of Python's standard library, every eleventh file of it held out. Everything but the experts,
-and the linear layers of attention in some, is bf16 in all; parameters and AdamW are fp32. Appends the losses to
-results_curve_fp8.csv, prints what they are compared by: the difference of the means from those of bf16 and the spread over seeds.
-`--picture` draws them.
+and the linear layers of attention in some, is bf16 in all; parameters and AdamW are fp32. Steps are replayed as a CUDA graph
+after the first three. Appends the losses to results_curve_fp8.csv. `--picture` draws them and prints what they are compared
+by: the difference of the means from those of bf16 and the spread over seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import statistics
 import sysconfig
 import time
@@ -30,12 +32,18 @@ HIDDEN, INNER, EXPERTS, TOP_K, LAYERS, HEADS = 768, 384, 32, 4, 6, 12
 ROWS, LENGTH, VOCABULARY = 16, 1024, 256
 LABELS = {
     "triton": "bf16",
-    "fp8": "FP8",
-    "fp8_wide_gradients": "FP8, weight gradients in bf16",
-    "fp8, linear": "FP8, and linear layers",
-    "fp8, linear narrow": "FP8, and linear layers with their weight gradients",
+    "fp8": "FP8 experts",
+    "fp8_wide_gradients": "FP8 experts, weight gradients in bf16",
+    "fp8, linear": "FP8 experts and q, k, v, o",
+    "fp8, linear but q k": "FP8 experts and v, o",
+    "fp8, linear but o": "FP8 experts and q, k, v",
+    "fp8, linear but q k v": "FP8 experts and o",
+    "fp8, linear narrow": "FP8 experts and q, k, v, o with their weight gradients",
 }
-"""Experts' kernels, and whether the linear layers of attention are in FP8, as `train.precision: fp8` has them."""
+"""Experts' kernels, and which linear layers of attention are in FP8, all of them as `train.precision: fp8` has them."""
+DEFAULT = ("triton", "fp8", "fp8, linear", "fp8, linear but q k", "fp8, linear but o", "fp8, linear but q k v")
+WARM_UP_STEPS = 3
+"""That are taken one by one, before the graph is captured."""
 WINDOW = 50
 """Steps whose losses are averaged, and batches that the held-out loss is measured on."""
 MODEL = f"H {HIDDEN}, I {INNER}, E {EXPERTS}, k {TOP_K}, {LAYERS} layers, {ROWS} x {LENGTH} bytes a step"
@@ -46,18 +54,20 @@ class Layer(nn.Module):
         super().__init__()
         self.backend, self.act = backend.partition(",")[0], nn.SiLU()
         self.norms = nn.ModuleList(nn.RMSNorm(HIDDEN) for _ in range(2))
-        self.qkv, self.project = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False), nn.Linear(HIDDEN, HIDDEN, bias=False)
-        for linear in (self.qkv, self.project) if ", linear" in backend else ():
-            fp8_linear.convert(linear, narrow_gradient="narrow" in backend)
+        self.q, self.k, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
+        _, in_fp8, left_out = backend.partition(", linear")
+        for name in [name for name in "qkvo" if in_fp8 and name not in left_out.partition("but")[2].split()]:
+            fp8_linear.convert(getattr(self, name), narrow_gradient=left_out == " narrow")
         self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
         self.gate_up = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, HIDDEN) * HIDDEN**-0.5)
         self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INNER) * (2 * LAYERS * INNER) ** -0.5)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`x [B, S, H]` and the loss that balances the router."""
-        q, k, v = self.qkv(self.norms[0](x).bfloat16()).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        normed = self.norms[0](x).bfloat16()
+        q, k, v = (linear(normed).unflatten(-1, (HEADS, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.project(mixed)
+        x = x + self.o(mixed)
         tokens = self.norms[1](x).flatten(0, 1).bfloat16()
         shares = self.router(tokens).float().softmax(-1)
         weights, index = shares.topk(TOP_K, dim=-1)
@@ -103,51 +113,119 @@ def batch(data: Tensor, generator: torch.Generator) -> Tensor:
     return data[start + torch.arange(LENGTH + 1, device="cuda")].long()
 
 
+class Steps:
+    """Training steps, one by one at first and then replayed."""
+
+    def __init__(self, backend: str, steps: int) -> None:
+        self.model, self.steps, self.step = Decoder(backend).cuda(), steps, 0
+        self.learning_rate = torch.zeros((), device="cuda")
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            self.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            fused=True,
+            capturable=True,
+        )
+        self.rows = torch.zeros(ROWS, LENGTH + 1, dtype=torch.int64, device="cuda")
+        self.stream, self.graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+    def take(self, rows: Tensor) -> Tensor:
+        """The loss of `rows [B, S + 1]` before the step."""
+        self.learning_rate.fill_(6e-4 * min((self.step + 1) / 100, 1) * (1 - 0.9 * self.step / self.steps))
+        self.rows.copy_(rows)
+        if self.step < WARM_UP_STEPS:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                self.optimizer.zero_grad()
+                self.update()
+            torch.cuda.current_stream().wait_stream(self.stream)
+        else:
+            if self.step == WARM_UP_STEPS:
+                self.optimizer.zero_grad()
+                with torch.cuda.graph(self.graph):
+                    self.update()
+            self.graph.replay()
+        self.step += 1
+        return self.loss.clone()
+
+    def update(self) -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss, balance = self.model(self.rows)
+        (loss + 0.01 * balance).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.loss = loss.detach()
+
+
 def train(backend: str, seed: int, steps: int, data: tuple[Tensor, Tensor]) -> list[dict]:
     """One row per `WINDOW` steps, with the mean loss of these steps; the last one with the held-out loss."""
     torch.manual_seed(seed)
-    model, generator = Decoder(backend).cuda(), torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), 6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    warm_up = 100
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warm_up, 1) * (1 - 0.9 * step / steps)
-    )
+    taken, generator = Steps(backend, steps), torch.Generator().manual_seed(seed)
     rows, losses, started = [], [], time.time()
     for step in range(1, steps + 1):
-        with torch.autocast("cuda", torch.bfloat16):
-            loss, balance = model(batch(data[0], generator))
-        (loss + 0.01 * balance).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses.append(loss.detach())
+        losses.append(taken.take(batch(data[0], generator)))
         if step % WINDOW == 0:
             rows.append({"experts": backend, "seed": seed, "step": step, "loss": float(torch.stack(losses).mean())})
             losses = []
     rows[-1]["seconds"] = round(time.time() - started)
     generator = torch.Generator().manual_seed(12345)
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-        held_out = [model(batch(data[1], generator))[0] for _ in range(WINDOW)]
+        held_out = [taken.model(batch(data[1], generator))[0] for _ in range(WINDOW)]
     rows[-1]["held_out"] = float(torch.stack(held_out).mean())
     return rows
+
+
+def recorded(commit: str) -> list[dict]:
+    """The rows of the results that were measured with this code, a dictionary each."""
+    with RESULTS.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["commit"] == commit]
+    return [
+        {
+            "experts": row["experts"],
+            "seed": int(row["seed"]),
+            "step": int(row["step"]),
+            "loss": float(row["loss"]),
+            "held_out": float(row["held_out"]) if row["held_out"] else None,
+        }
+        for row in rows
+    ]
+
+
+def compare(rows: list[dict]) -> None:
+    """Prints for each option the means over seeds, their spread, and by seed the difference from bf16."""
+    last = max(row["step"] for row in rows)
+    quarter = [row | {"last quarter": row["loss"]} for row in rows if row["step"] > last * 3 // 4]
+    for column, source in (("held_out", rows), ("last quarter", quarter)):
+        found: dict[str, dict[int, float]] = {}
+        for name in LABELS:
+            of_option = [row for row in source if row["experts"] == name and row.get(column) is not None]
+            by_seed = {seed: [row[column] for row in of_option if row["seed"] == seed] for seed in range(100)}
+            if of_option:
+                found[name] = {seed: statistics.fmean(each) for seed, each in by_seed.items() if each}
+        for name, by_seed in found.items():
+            spread = statistics.stdev(by_seed.values()) if len(by_seed) > 1 else float("nan")
+            apart = [f"{loss - found['triton'][seed]:+.4f}" for seed, loss in by_seed.items() if "triton" in found]
+            mean = statistics.fmean(by_seed.values())
+            print(f"{column}: {LABELS[name]}: {mean:.4f} ({spread:.4f}), from bf16 by seed {', '.join(apart)}")
 
 
 def draw(rows: list[dict], picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (whole, end) = plt.subplots(1, 2, figsize=(9, 3.5))
-    for row_of, colour in zip(LABELS, ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple"), strict=True):
+    names = [name for name in LABELS if any(row["experts"] == name for row in rows)]
+    for number, name in enumerate(names):
         for seed in sorted({row["seed"] for row in rows}):
-            points = [(row["step"], row["loss"]) for row in rows if (row["experts"], row["seed"]) == (row_of, seed)]
+            points = [(row["step"], row["loss"]) for row in rows if (row["experts"], row["seed"]) == (name, seed)]
             if not points:
                 continue
-            label = LABELS[row_of] if seed == rows[0]["seed"] else None
-            whole.plot(*zip(*points, strict=True), color=colour, lw=0.9, label=label)
-            end.plot(*zip(*points[len(points) * 3 // 4 :], strict=True), color=colour, lw=0.9)
+            label = LABELS[name] if seed == rows[0]["seed"] else None
+            whole.plot(*zip(*points, strict=True), color=f"C{number}", lw=0.9, label=label)
+            end.plot(*zip(*points[len(points) * 3 // 4 :], strict=True), color=f"C{number}", lw=0.9)
     whole.set(xlabel="step", ylabel="loss, nats per byte", yscale="log", title="bf16 and FP8, by seed")
     end.set(xlabel="step", title="the last quarter")
-    whole.legend()
+    whole.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(picture)
 
@@ -155,35 +233,28 @@ def draw(rows: list[dict], picture: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--experts", nargs="+", default=list(LABELS), choices=list(LABELS))
+    parser.add_argument("--experts", nargs="+", default=list(DEFAULT), choices=list(LABELS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--picture", type=Path, help="draws the recorded rows of --commit, and trains nothing")
     parser.add_argument("--commit", default="", help="of this code, for the table")
     arguments = parser.parse_args()
+    if arguments.picture:
+        rows = recorded(arguments.commit)
+        compare(rows)
+        draw(rows, arguments.picture)
+        return
     stamp = {
         "versions": f"{torch.cuda.get_device_name()}, torch {torch.__version__}",
         "commit": arguments.commit,
         "model": MODEL,
     }
-    data, rows = text(), []
+    data = text()
     print(MODEL, "bytes:", *map(len, data), flush=True)
     for seed in arguments.seeds:
         for backend in arguments.experts:
             found = train(backend, seed, arguments.steps, data)
             append(RESULTS, COLUMNS, found, **stamp)
-            rows += found
             print(found[-1], flush=True)
-    for column in ("loss", "held_out"):
-        ends = {
-            backend: [row[column] for row in rows if row["experts"] == backend and "held_out" in row]
-            for backend in arguments.experts
-        }
-        means = {backend: statistics.fmean(each) for backend, each in ends.items()}
-        spread = {backend: statistics.stdev(each) for backend, each in ends.items() if len(each) > 1}
-        apart = {backend: each - means["triton"] for backend, each in means.items() if "triton" in means}
-        print(column, "means", means, "differences", apart, "spread of seeds", spread)
-    if arguments.picture:
-        draw(rows, arguments.picture)
 
 
 if __name__ == "__main__":

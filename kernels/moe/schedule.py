@@ -116,6 +116,6 @@ def num_programs(tensor: Tensor, per_sm: int) -> int:
 
 @triton.jit
 def multiply(a, b, acc):
-    """`acc + a @ b`, the only product of two tiles in the Triton kernels (in Gluon `warp_roles.multiply_stage`): another
-    precision with its scales goes here."""
+    """`acc + a @ b`, the only product of two tiles in the Triton kernels but those in FP8 (in Gluon
+    `warp_roles.multiply_stage`)."""
     return tl.dot(a, b, acc, input_precision="ieee")

@@ -56,8 +56,7 @@ def stage_before(stage, STAGES: gl.constexpr):
 def multiply_stage(left, right, acc, empty, stage, is_first, STAGES: gl.constexpr):
     """`acc + left @ right`, still in flight; frees the previous stage, whose product is done.
 
-    The only product of two tiles in these kernels (`schedule.multiply` in the others): another precision with
-    its scales goes here.
+    The only product of two tiles in these kernels (`schedule.multiply` in the others) but those in FP8.
     """
     product = warpgroup_mma(left, right, acc, is_async=True)
     acc = warpgroup_mma_wait(1, deps=[product])

@@ -93,13 +93,13 @@ class Pointer(NamedTuple):
     def __add__(self, offset: np.ndarray | int) -> Pointer:
         return Pointer(self.array, self.offset + offset)
 
-    def load(self, mask: np.ndarray | None = None, other: int = 0) -> Tile | int:
+    def load(self, mask: np.ndarray | None = None, other: int = 0) -> Tile | int | float:
         offset = self.offset if mask is None else np.where(mask, self.offset, 0)
         assert np.all((offset >= 0) & (offset < len(self.array))), "read past the end"
         values = self.array[offset]
         if mask is not None:
             values = np.where(mask, values, other)
-        return values.view(Tile) if values.ndim else int(values)
+        return values.view(Tile) if values.ndim else values.item()
 
     def store(self, values: np.ndarray, mask: np.ndarray) -> None:
         offset = self.offset[mask]
@@ -305,12 +305,13 @@ class _Machine:
         self.pause(lambda: all(store.has_landed for store in stores))
 
     # Products
-    def multiply(self, left: Tile, right: Tile, acc: Tile | Product, is_async: bool) -> Product:
+    def multiply(self, left: Tile, right: Tile, acc: Tile | Product, is_async: bool, use_acc: bool = True) -> Product:
         by_threads = any(np.may_share_memory(left, memory) for memory in self.written_by_threads.values())
         assert self.running.is_fenced or not by_threads, "multiplied without a fence"
         self.running.products.append((left, right))
         self.pause()
-        return Product((acc.value if isinstance(acc, Product) else acc) + left @ right)
+        before = acc.value if isinstance(acc, Product) else acc
+        return Product(before + left @ right if use_acc else left @ right)
 
     def wait_products(self, pending: int, deps: list[Tile | Product]) -> Tile | Product:
         products = self.running.products

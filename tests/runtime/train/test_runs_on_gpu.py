@@ -175,6 +175,18 @@ def test_one_device_trains_saves_continues_and_exports(device, text, expected, t
 
 
 @on_each_device
+def test_a_run_in_fp8_continues_and_exports(device, text, expected, tmp_path):
+    """On a CPU by the reference, and experts by theirs; what is exported is not in FP8."""
+    whole = recipe(text, tmp_path, kernels={"fused_moe": None})
+    whole["train"]["precision"] = "fp8"
+    told = run(device, {**whole, "train": {**whole["train"], "steps": HALF}})
+    assert "fp8: 2 q_proj, 2 k_proj, 2 v_proj, 2 o_proj" in told
+    assert f"continued after step {HALF}" in run(device, whole)
+    check(tmp_path, device, expected, 0.05)
+    check_export(tmp_path, text, 0.8 * expected[0])
+
+
+@on_each_device
 def test_two_devices_share_experts_and_one_continues(device, text, expected, tmp_path):
     """Half of the steps with EP 2, the others on one device, from the same checkpoint."""
     require_two(device)
