@@ -46,6 +46,8 @@ WARM_UP_STEPS = 3
 """That are taken one by one, before the graph is captured."""
 WINDOW = 50
 """Steps whose losses are averaged, and batches that the held-out loss is measured on."""
+SMOOTHED = 5
+"""Windows that a point of the picture's differences averages."""
 MODEL = f"H {HIDDEN}, I {INNER}, E {EXPERTS}, k {TOP_K}, {LAYERS} layers, {ROWS} x {LENGTH} bytes a step"
 
 
@@ -211,21 +213,35 @@ def compare(rows: list[dict]) -> None:
 
 
 def draw(rows: list[dict], picture: Path) -> None:
+    """The losses by seed, and how far they are from those of bf16 on the same batches: the mean and its standard error."""
     import matplotlib.pyplot as plt
 
-    figure, (whole, end) = plt.subplots(1, 2, figsize=(9, 3.5))
+    figure, (whole, apart) = plt.subplots(1, 2, figsize=(9, 3.5))
+    losses = {(row["experts"], row["seed"], row["step"]): row["loss"] for row in rows}
+    steps = sorted({row["step"] for row in rows})
     names = [name for name in LABELS if any(row["experts"] == name for row in rows)]
     for number, name in enumerate(names):
-        for seed in sorted({row["seed"] for row in rows}):
-            points = [(row["step"], row["loss"]) for row in rows if (row["experts"], row["seed"]) == (name, seed)]
-            if not points:
-                continue
-            label = LABELS[name] if seed == rows[0]["seed"] else None
-            whole.plot(*zip(*points, strict=True), color=f"C{number}", lw=0.9, label=label)
-            end.plot(*zip(*points[len(points) * 3 // 4 :], strict=True), color=f"C{number}", lw=0.9)
+        seeds = sorted({row["seed"] for row in rows if row["experts"] == name})
+        for seed in seeds:
+            label = LABELS[name] if seed == seeds[0] else None
+            whole.plot(steps, [losses[name, seed, step] for step in steps], color=f"C{number}", lw=0.9, label=label)
+        if name == "triton":
+            continue
+        windows = [steps[last - SMOOTHED : last] for last in range(SMOOTHED, len(steps) + 1)]
+        by_window = [
+            [statistics.fmean(losses[name, seed, at] - losses["triton", seed, at] for at in each) for seed in seeds]
+            for each in windows
+        ]
+        means = [statistics.fmean(each) for each in by_window]
+        errors = [statistics.stdev(each) / len(each) ** 0.5 for each in by_window]
+        low, high = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
+        ends = [each[-1] for each in windows]
+        apart.plot(ends, means, color=f"C{number}")
+        apart.fill_between(ends, low, high, color=f"C{number}", alpha=0.15, lw=0)
     whole.set(xlabel="step", ylabel="loss, nats per byte", yscale="log", title="bf16 and FP8, by seed")
-    end.set(xlabel="step", title="the last quarter")
     whole.legend(fontsize="small")
+    apart.axhline(0, color="C0", lw=0.9)
+    apart.set(xlabel="step", title=f"minus bf16's, last {SMOOTHED * WINDOW} steps", ylim=(-0.02, 0.02))
     figure.tight_layout()
     figure.savefig(picture)
 

@@ -60,7 +60,7 @@ common = {
 
 
 @needs_gluon
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(**common, columns=st.integers(1, 20), depth=st.integers(3, 9))
 def test_rows_are_multiplied_with_the_weight_of_their_expert(counts, spare, programs, group, seed, columns, depth):
     """Against NumPy: experts without tiles, columns and depths that no size divides, more programs than tiles."""
@@ -81,7 +81,7 @@ def test_rows_are_multiplied_with_the_weight_of_their_expert(counts, spare, prog
 
 
 @needs_gluon
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(**common, sizes=st.tuples(st.integers(1, 9), st.integers(1, 20)))
 def test_every_expert_gets_the_gradient_of_its_rows(counts, spare, programs, group, seed, sizes):
     """Against NumPy: experts without rows get zeros, and rows of tiles that are not used have no part."""
