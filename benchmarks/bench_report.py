@@ -17,7 +17,7 @@ from patchgen import provenance
 from patchgen.report import model, upgrade
 from patchgen.upgrade import compare_model
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "patchgen" / "report"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import chromium  # pyright: ignore[reportMissingImports]
 
 LOADED = "performance.getEntriesByType('navigation')[0].loadEventEnd"

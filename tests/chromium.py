@@ -45,11 +45,12 @@ class Page:
         for one in (commands, answers, *high):
             os.close(one)
         self._count, self._rest, self._session = 0, b"", None
-        self.errors: list[dict] = []  # what a page's own script raised
+        self.errors: list[dict] = []  # exceptions and console errors of a page, and what it failed to load
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self.call("Page.enable")
         self.call("Runtime.enable")
+        self.call("Log.enable")
         self.size(width, height)
 
     def close(self) -> None:
@@ -65,8 +66,8 @@ class Page:
         command |= {"sessionId": self._session} if self._session else {}
         os.write(self._commands, json.dumps(command).encode() + b"\0")
         while (answer := self._read()).get("id") != self._count:
-            if answer.get("method") == "Runtime.exceptionThrown":
-                self.errors.append(answer["params"]["exceptionDetails"])
+            if _is_error(answer):
+                self.errors.append(answer["params"])
         assert "error" not in answer, f"{method}: {answer['error']}"
         return answer["result"]
 
@@ -102,6 +103,23 @@ class Page:
             self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **more)
         self.settle()
 
+    def point(self, x: float, y: float, kind: str = "mouseMoved", *, clicks: int = 0) -> None:
+        """The mouse at this place of the window: moved there, or its left button pressed or released (`kind`)."""
+        held = {"button": "left", "clickCount": clicks or 1} if kind != "mouseMoved" else {}
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **held)
+        self.settle()
+
+    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """The left button pressed at `start` and released at `end`."""
+        self.point(*start, "mousePressed")
+        self.point(*end, "mouseMoved")
+        self.point(*end, "mouseReleased")
+
+    def double_click(self, x: float, y: float) -> None:
+        for clicks in (1, 2):
+            self.point(x, y, "mousePressed", clicks=clicks)
+            self.point(x, y, "mouseReleased", clicks=clicks)
+
     def size(self, width: int, height: int) -> None:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
@@ -111,3 +129,12 @@ class Page:
 
     def picture(self, file: Path) -> None:
         file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+
+
+def _is_error(event: dict) -> bool:
+    level = {
+        "Runtime.exceptionThrown": lambda params: "error",
+        "Runtime.consoleAPICalled": lambda params: params["type"],
+        "Log.entryAdded": lambda params: params["entry"]["level"],
+    }.get(event.get("method", ""))
+    return level is not None and level(event["params"]) == "error"
