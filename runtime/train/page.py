@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,8 @@ from patchgen.runtime.train.view import ENDINGS, headline
 
 PAGE = "index.html"
 UPDATE_SECONDS = 30.0  # between updates of the page while the run goes on
-PLOTS = {  # key of the log -> title
-    "loss": "loss",
+WRITE_SECONDS = 0.3  # a page that takes longer to write is updated less often in proportion: 1 % of the run's time
+PLOTS = {  # key of the log -> title of a plot with one line
     "tokens_per_second_per_device": "tokens/s per device",
     "grad_norm": "gradient norm",
     "lr": "learning rate",
@@ -32,14 +34,14 @@ class RunPage(Listener):
 
     def __init__(self, directory: Path, *, on_failed: str = "stop", seconds: float = UPDATE_SECONDS) -> None:
         self.directory, self.on_failed, self.seconds = directory, on_failed, seconds
-        self._written = float("-inf")
+        self._written, self._took = float("-inf"), 0.0
 
     def on_start(self, start: RunStart) -> None:
         self._start = start
         self._write(f"step {start.first_step} of {start.steps}: running", reload=True)
 
     def on_step(self, record: StepRecord) -> None:
-        if time.monotonic() - self._written >= self.seconds:
+        if time.monotonic() - self._written >= self.seconds * max(1.0, self._took / WRITE_SECONDS):
             self._write(f"step {record.step} of {self._start.steps}: running", reload=True)
 
     def on_end(self, summary: Summary) -> None:
@@ -49,12 +51,14 @@ class RunPage(Listener):
 
     def _write(self, state: str, data: str = "", *, reload: bool = False) -> None:
         """Replaces the page atomically, so that no reader sees half a page, even if the run is killed meanwhile."""
+        started = time.monotonic()
         entries, experts = run_log.read(self.directory), run_log.read_experts(self.directory)
         text = page(self._start, state, data, entries, experts, reload=self.seconds if reload else None)
         with run_log.writing(self.directory / PAGE, self.on_failed) as path:
             path.with_suffix(".new").write_text(text, encoding="utf-8")
             path.with_suffix(".new").replace(path)
         self._written = time.monotonic()
+        self._took = self._written - started
 
 
 def page(
@@ -78,17 +82,15 @@ def page(
     environment = Environment(
         loader=PackageLoader("patchgen", "templates"), undefined=StrictUndefined, autoescape=True
     )
-    curves = {name: series(entries, key) for key, name in PLOTS.items()}
-    curves["evaluation loss"] = series(entries, "eval_loss")
-    curves |= {f"loss of {name}": points for name, points in losses_by_source(entries).items()}
     return environment.get_template("run_page.jinja").render(
         title=start.name,
         headline=headline(start),
         ending=state + (time.strftime(", %Y-%m-%d %H:%M:%S") if reload is not None else ""),
         reload=None if reload is None else max(1, round(reload)),
+        plots=plots,
         figures=figures(entries),
         warnings=[(entry["step"], entry["warning"]) for entry in entries if entry.get("warning")],
-        curves=[plots.curve(points, name) for name, points in curves.items() if len(points) > 1],
+        curves=curves(entries),
         experts=plots.heat_map(experts["counts"], f"load of each expert at step {experts['step']}") if experts else "",
         samples=next((entry for entry in reversed(entries) if "samples" in entry), None),
         sources=totals_by_source(entries),
@@ -117,7 +119,7 @@ def figures(entries: list[dict[str, Any]]) -> list[tuple[str, str]]:
         ("mfu", "MFU (median)", "{:.1%}"),
         ("peak_memory_gib", "peak memory, GiB", "{:.1f}"),
     ):
-        values = [value for _, value in series(entries, key)]
+        values = [value for _, value in series(entries, key) if value is not None]
         if values:
             value = max(values) if key == "peak_memory_gib" else statistics.median(values)
             rows.append((name, number_format.format(value)))
@@ -126,23 +128,41 @@ def figures(entries: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [*rows, ("skipped steps", str(skipped))] if skipped else rows
 
 
-def series(entries: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
-    """(step, value) of the entries with a finite value for this key."""
-    return [
-        (entry["step"], entry[key])
-        for entry in entries
-        if isinstance(entry.get(key), int | float) and abs(entry[key]) < float("inf")
-    ]
+def curves(entries: list[dict[str, Any]]) -> list[str]:
+    """The plots of a log, with one axis of steps for all. What has fewer than two values has no plot."""
+    figures: dict[str, dict[str, plots.Points]] = {"loss": {"": series(entries, "loss")}}
+    if evaluation := series(entries, "eval_loss"):
+        figures["loss"] = {"training": figures["loss"][""], "evaluation": evaluation}
+    figures["loss by source"] = losses_by_source(entries, "sources")
+    figures["evaluation loss by source"] = losses_by_source(entries, "eval_sources")
+    figures |= {name: {"": series(entries, key)} for key, name in PLOTS.items()}
+    shown: dict[str, dict[str, plots.Points]] = {}
+    for title, lines in figures.items():
+        counts = {name: sum(value is not None for _, value in points) for name, points in lines.items()}
+        if max(counts.values(), default=0) > 1:
+            shown[title] = {name: points for name, points in lines.items() if counts[name]}
+    steps = [step for lines in shown.values() for points in lines.values() for step, _ in points]
+    return [plots.curve(lines, title, (min(steps), max(steps))) for title, lines in shown.items()]
 
 
-def losses_by_source(entries: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Source -> (step, loss) of each entry that has a loss of this source."""
-    lines = [{"step": entry["step"], **entry["sources"]} for entry in entries if entry.get("sources")]
-    names = dict.fromkeys(name for line in lines for name in line if name != "step")
+def series(entries: list[dict[str, Any]], key: str) -> list[tuple[int, float | None]]:
+    """(step, value) of the entries with a number for this key; None for one that is not finite."""
+    return _points((entry["step"], entry.get(key)) for entry in entries)
+
+
+def losses_by_source(entries: list[dict[str, Any]], key: str) -> dict[str, plots.Points]:
+    """Source -> (step, loss) of each entry that has a loss of this source under this key."""
+    lines = [(entry["step"], entry[key]) for entry in entries if entry.get(key)]
+    names = dict.fromkeys(name for _, figures in lines for name in figures)
     return {
-        name: series([{"step": line["step"], "loss": line[name]["loss"]} for line in lines if name in line], "loss")
-        for name in names
+        name: _points((step, figures[name]["loss"]) for step, figures in lines if name in figures) for name in names
     }
+
+
+def _points(values: Iterable[tuple[int, Any]]) -> list[tuple[int, float | None]]:
+    return [
+        (step, value if math.isfinite(value) else None) for step, value in values if isinstance(value, int | float)
+    ]
 
 
 def totals_by_source(entries: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
@@ -166,15 +186,15 @@ def write_png(entries: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot, ticker
 
+    # matplotlib interrupts a line at None
     figure, axes = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, layout="constrained")
     for axis, key in zip(axes, ("loss", "tokens_per_second_per_device"), strict=True):
-        points = series(entries, key)
-        axis.plot([x for x, _ in points], [y for _, y in points])
-        axis.set_ylabel(PLOTS[key])
+        axis.plot(*zip(*series(entries, key), strict=True))
+        axis.set_ylabel(PLOTS.get(key, key))
         axis.grid(alpha=0.3)
     evaluations = series(entries, "eval_loss")
     if evaluations:
-        axes[0].plot([x for x, _ in evaluations], [y for _, y in evaluations], "o-", label="evaluation")
+        axes[0].plot(*zip(*evaluations, strict=True), "o-", label="evaluation")
         axes[0].legend()
     axes[-1].set_xlabel("step")
     axes[-1].xaxis.set_major_locator(ticker.MaxNLocator(integer=True))

@@ -1,37 +1,117 @@
-"""The plots of a run's page, as inline SVG."""
+"""The plots of a run's page, as inline SVG. With the data of its curves, which `templates/run_page_script.jinja` draws anew."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
-WIDTH, HEIGHT, LEFT, BOTTOM = 720, 240, 64, 28
+Points: TypeAlias = Sequence[tuple[int, float | None]]
+"""(step, value), by step; None: a value that is not finite."""
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 220, 56, 12, 10, 26
+"""Pixels of a curve, and of the margins around the plot. Without JavaScript it is as wide as `WIDTH`, and scaled."""
+COLUMNS = 10_000
+"""A figure has the lowest and highest value of each of so many stretches of points, which its lines share."""
+COLOURS = 8
 LOADS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Where one shade of `heat_map` ends and the next begins, as multiples of the even share."""
 ROW_HEIGHTS = (8, 24)
 """Pixels of a layer: few layers are drawn high, many low."""
 
 
-def curve(points: list[tuple[int, float]], name: str) -> str:
-    """A line plot, labelled with the extreme values."""
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    low, high, first, last = min(ys), max(ys), min(xs), max(xs)
+def curve(lines: Mapping[str, Points], name: str, steps: tuple[int, int]) -> str:
+    """A plot of one or several lines with their data.
 
-    def to_pixels(x: float, y: float) -> str:
-        right = LEFT + (x - first) / max(1, last - first) * (WIDTH - LEFT - 12)
-        down = 12 + (high - y) / ((high - low) or 1) * (HEIGHT - BOTTOM - 24)
-        return f"{right:.1f},{down:.1f}"
-
-    line = " ".join(to_pixels(x, y) for x, y in points)
-    base = HEIGHT - BOTTOM
-    return (
-        f'<figure><figcaption>{html.escape(name)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
-        f'<path d="M{LEFT} 8V{base}H{WIDTH - 8}" class="axis"/><polyline points="{line}"/>'
-        f'<text x="{LEFT - 6}" y="18" text-anchor="end">{high:.4g}</text>'
-        f'<text x="{LEFT - 6}" y="{base - 4}" text-anchor="end">{low:.4g}</text>'
-        f'<text x="{LEFT}" y="{HEIGHT - 8}">{first}</text>'
-        f'<text x="{WIDTH - 8}" y="{HEIGHT - 8}" text-anchor="end">step {last}</text></svg></figure>'
+    Args:
+        lines: name -> points, with a finite value in each. The name of a figure's only line may be empty.
+        name: of the figure. One that has "loss" in it is also shown on a logarithmic scale if asked to.
+        steps: the first and the last one of the axis.
+    """
+    columns = max(1000, COLUMNS // len(lines))
+    kept = {line: thinned(points, columns) for line, points in lines.items()}
+    scaled = "".join(
+        f'<path class="line colour{index % COLOURS}" d="{d}"/>' for index, d in enumerate(_paths(kept.values(), steps))
     )
+    values = [value for points in kept.values() for _, value in points if value is not None]
+    base, kind, title = HEIGHT - BOTTOM, "curve loss" if "loss" in name else "curve", html.escape(name)
+    return (
+        f'<figure class="{kind}"><figcaption>{title}{_note(lines, columns)}</figcaption>{_legend(lines)}'
+        f'<div class="plot"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">'
+        f'<path d="M{LEFT} {TOP}V{base}H{WIDTH - RIGHT}" class="axis"/>{scaled}'
+        f'<text x="{LEFT - 6}" y="{TOP + 8}" text-anchor="end">{max(values):.4g}</text>'
+        f'<text x="{LEFT - 6}" y="{base}" text-anchor="end">{min(values):.4g}</text>'
+        f'<text x="{LEFT}" y="{HEIGHT - 8}">{steps[0]}</text>'
+        f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">step {steps[1]}</text></svg></div>'
+        f'<script type="application/json">[{",".join(map(_data, kept.values()))}]</script></figure>'
+    )
+
+
+def thinned(points: Points, columns: int) -> Points:
+    """The first and last point and, of each of `columns` stretches of as many points, the lowest, the highest and the first
+    without a value; all points if there are at most two for each.
+
+    Every n-th point instead would lose the spikes that a reader looks for.
+    """
+    if len(points) <= 2 * columns:
+        return points
+    kept = {points[0], points[-1]}
+    length = math.ceil(len(points) / columns)
+    for start in range(0, len(points), length):
+        column = points[start : start + length]
+        finite = [(value, step) for step, value in column if value is not None]
+        kept |= {(step, value) for value, step in (min(finite), max(finite))} if finite else set()
+        if len(finite) < len(column):
+            kept.add(next(point for point in column if point[1] is None))
+    return sorted(kept, key=operator.itemgetter(0))
+
+
+def _paths(lines: Iterable[Points], steps: tuple[int, int]) -> list[str]:
+    """The path of each line, interrupted where a value is not finite."""
+    lines = [thinned(points, WIDTH) for points in lines]
+    values = [value for points in lines for _, value in points if value is not None]
+    (first, last), low, high = steps, min(values), max(values)
+
+    def path(points: Points) -> str:
+        parts, pen = [], "M"
+        for step, value in points:
+            if value is None:
+                pen = "M"
+                continue
+            x = LEFT + (step - first) / max(1, last - first) * (WIDTH - LEFT - RIGHT)
+            y = TOP + (high - value) / ((high - low) or 1) * (HEIGHT - BOTTOM - TOP)
+            parts.append(f"{pen}{x:.1f},{y:.1f}{'h0' if pen == 'M' else ''}")  # h0: a value between two gaps is a dot
+            pen = "L"
+        return "".join(parts)
+
+    return [path(points) for points in lines]
+
+
+def _note(lines: Mapping[str, Points], columns: int) -> str:
+    """Which points are shown, if not all are."""
+    longest = max(map(len, lines.values()))
+    if longest <= 2 * columns:
+        return ""
+    return f" <small>min and max of every {math.ceil(longest / columns)} points</small>"
+
+
+def _legend(lines: Mapping[str, Points]) -> str:
+    if list(lines) == [""]:
+        return ""
+    names = (
+        f'<span><i class="colour{index % COLOURS}"></i>{html.escape(name)}</span>' for index, name in enumerate(lines)
+    )
+    return f'<p class="legend">{"".join(names)}</p>'
+
+
+def _data(points: Points) -> str:
+    """JSON of a line. Of the steps after the first the distance to the one before, which has fewer digits."""
+    steps = [step for step, _ in points]
+    distances = [steps[0], *(step - before for before, step in itertools.pairwise(steps))]
+    values = ("null" if value is None else f"{value:.6g}" for _, value in points)
+    return f'{{"steps":[{",".join(map(str, distances))}],"values":[{",".join(values)}]}}'
 
 
 def heat_map(counts: Mapping[str, Sequence[int]], name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -219,7 +220,7 @@ def test_the_page_shows_first_what_the_recipe_changes(tmp_path):
     recipe = from_dict({"model": {"source": "qwen3", "freeze": freeze}, "data": {}, **sections})
     page.RunPage(tmp_path).on_start(RunStart(**vars(START) | {"recipe": to_dict(recipe)}))
     text = (tmp_path / "index.html").read_text()
-    table, _, rest = text.partition('<table class="recipe">')[2].partition("</table>")
+    table, _, rest = text.partition('<table class="recipe keys">')[2].partition("</table>")
     rows = [tuple(row.split("<td>")[1:]) for row in table.split("<tr>")[2:]]
     shown = {key: value.removesuffix("</tr>\n").strip() for key, value in rows}
     assert shown == {
@@ -254,8 +255,10 @@ def test_figures_of_sources_are_logged_shown_and_tracked(tmp_path, capsys):
     assert "a <b> 1.2500 (80 tokens)   rest - (600 tokens)" in capsys.readouterr().out
     text = (tmp_path / "index.html").read_text()
     assert "<td>a &lt;b&gt;<td>120<td>60" in text
-    assert "loss of a &lt;b&gt;" in text
-    assert "loss of rest" not in text
+    for title in ("loss by source", "evaluation loss by source"):
+        assert (title in text) == (title == "loss by source"), "one evaluation is no curve"
+    assert "</i>a &lt;b&gt;</span>" in text
+    assert "</i>rest" not in text, "it never had a label"
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [one.value for one in events.Scalars("train/loss/a <b>")] == [2.5, 1.25]
 
@@ -282,6 +285,17 @@ def test_the_page_is_alive_while_a_run_takes_its_steps(tmp_path):
     listener.on_end(END)
     assert "step 4 of 4: all steps taken" in shown() and "refresh" not in shown()
     assert not list(tmp_path.glob("*.new"))
+
+
+def test_a_page_that_takes_long_to_write_is_written_less_often(tmp_path, monkeypatch):
+    """That of a run of a hundred thousand steps takes seconds, in which no step is taken."""
+    for seconds, is_written in ((10.0, True), (1e-9, False)):
+        monkeypatch.setattr(page, "WRITE_SECONDS", seconds)
+        listener = page.RunPage(tmp_path, seconds=1e-3)
+        listener.on_start(START)
+        time.sleep(2e-3)
+        listener.on_step(record(1))
+        assert ("step 1 of 4" in (tmp_path / "index.html").read_text()) == is_written
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
