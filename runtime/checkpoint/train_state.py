@@ -101,6 +101,18 @@ class Checkpointer(SavedSteps):
         self._pending: Future | None = None
         self._hooked_optimizers: set[int] = set()
 
+    def keep_besides(self, step: int) -> None:
+        """Keeps the checkpoint of a step besides the newest ones; the one kept before until it is there (collective).
+
+        A pending save is waited for: when it is published, it decides by `kept` which are removed.
+
+        Raises:
+            CheckpointError: on all ranks, if the pending save fails.
+        """
+        self.wait()
+        is_saved = step in self.complete_steps()
+        self.kept = frozenset({step} if is_saved else {step, *self.kept})
+
     # ------------------------------------------------------------------------------------------- save
 
     def save(

@@ -26,7 +26,7 @@ PENDING_SAVE_TIMEOUT = 10.0
 
 
 class RunCheckpoints:
-    """Loads and saves the checkpoints of a run; the constructor, `resume`, `save` and `wait_for_pending` are collective.
+    """Loads and saves the checkpoints of a run; the constructor, `resume`, `save`, `keep` and `wait_for_pending` are collective.
 
     Attributes:
         saved_step: the step of the newest save; 0: there is none.
@@ -107,9 +107,9 @@ class RunCheckpoints:
         return best
 
     def keep(self, step: int) -> None:
-        """Keeps the checkpoint of this step, the best so far, besides the newest ones; the one kept before until it is there."""
-        is_saved = step in self.checkpointer.complete_steps()
-        self.checkpointer.kept = frozenset({step} if is_saved else {step, *self.checkpointer.kept})
+        """Keeps the checkpoint of this step, the best so far, besides the newest ones (collective)."""
+        self.wait_for_pending()
+        self.checkpointer.keep_besides(step)
 
     def step_to_export(self, best: int | None, last: int) -> int:
         """The step whose weights the recipe exports: the last, or the best, whose checkpoint must be there (collective)."""

@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 
 import numpy as np
@@ -16,7 +17,7 @@ import small_models
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from patchgen.runtime.checkpoint import Checkpointer, CheckpointError, export_run
+from patchgen.runtime.checkpoint import Checkpointer, CheckpointError, export_run, train_state
 
 
 def make(seed: int = 0, **options):
@@ -90,6 +91,21 @@ def test_the_last_ones_are_kept(tmp_path):
     checkpointer.wait()
     assert checkpointer.complete_steps() == [3, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_a_better_step_is_kept_while_the_one_before_is_still_written(tmp_path, monkeypatch):
+    """Its save decides what is removed, and must not forget the better one."""
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    model, optimizer, _ = make()
+    sync_folder = train_state.sync_folder
+    monkeypatch.setattr(train_state, "sync_folder", lambda folder: (time.sleep(0.5), sync_folder(folder)))
+    for better in (1, 2):
+        checkpointer.keep_besides(better)
+        checkpointer.save(better, model=model, optimizer=optimizer)
+    for later in (3, 4):
+        checkpointer.save(later, model=model, optimizer=optimizer)
+    checkpointer.wait()
+    assert checkpointer.complete_steps() == [2, 4]
 
 
 def test_a_run_that_went_back_keeps_what_it_saves(tmp_path):
