@@ -23,6 +23,7 @@ import datetime
 import functools
 import json
 import shutil
+import threading
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
@@ -81,7 +82,7 @@ class Checkpointer(SavedSteps):
     Attributes:
         directory: of the checkpoints, on storage that all ranks share.
         keep: how many complete checkpoints are kept: the newest.
-        kept: steps that are kept besides, each until another of them is saved.
+        kept: steps that are kept besides, in the order of `keep_besides`, each until one that was named after it is saved.
     """
 
     def __init__(self, directory: str | Path, *, keep: int = 3) -> None:
@@ -89,7 +90,8 @@ class Checkpointer(SavedSteps):
             raise ValueError(f"Checkpointer.keep must be at least 1, not {keep}.")
         super().__init__(directory)
         self.keep = keep
-        self.kept: frozenset[int] = frozenset()
+        self.kept: tuple[int, ...] = ()
+        self._keeping = threading.Lock()  # around what saves in the background read and change of `kept`
         self._rank, self._world = rank_and_world_size()
         # Writing happens in a thread, so its collectives need a separate group, on the host.
         group = dist.new_group(backend="gloo", timeout=TIMEOUT) if dist.is_initialized() else None
@@ -102,16 +104,10 @@ class Checkpointer(SavedSteps):
         self._hooked_optimizers: set[int] = set()
 
     def keep_besides(self, step: int) -> None:
-        """Keeps the checkpoint of a step besides the newest ones; the one kept before until it is there (collective).
-
-        A pending save is waited for: when it is published, it decides by `kept` which are removed.
-
-        Raises:
-            CheckpointError: on all ranks, if the pending save fails.
-        """
-        self.wait()
-        is_saved = step in self.complete_steps()
-        self.kept = frozenset({step} if is_saved else {step, *self.kept})
+        """Keeps the checkpoint of a step, saved or not yet, besides the newest ones; those kept before until it is there."""
+        with self._keeping:
+            is_saved = step in self.complete_steps()
+            self.kept = (step,) if is_saved else (*(other for other in self.kept if other != step), step)
 
     # ------------------------------------------------------------------------------------------- save
 
@@ -256,10 +252,13 @@ class Checkpointer(SavedSteps):
         final = self.directory / folder_name(manifest.step)
         if final.exists():  # a run that was resumed before this step saves it again
             final.rename(self.directory / f".{final.name}.replaced")
-        partial.rename(final)
+        with self._keeping:
+            partial.rename(final)
+            if manifest.step in self.kept:
+                self.kept = self.kept[self.kept.index(manifest.step) :]  # one named meanwhile is better
+            kept = self.kept
         sync_folder(self.directory)
-        self.kept = frozenset({manifest.step}) if manifest.step in self.kept else self.kept
-        for old in (step for step in self.complete_steps()[: -self.keep] if step not in self.kept):
+        for old in (step for step in self.complete_steps()[: -self.keep] if step not in kept):
             # Renamed first, so that it does not look like a damaged checkpoint while it is deleted.
             doomed = self.directory / f".{folder_name(old)}.old"
             (self.directory / folder_name(old)).rename(doomed)

@@ -26,7 +26,7 @@ PENDING_SAVE_TIMEOUT = 10.0
 
 
 class RunCheckpoints:
-    """Loads and saves the checkpoints of a run; the constructor, `resume`, `save`, `keep` and `wait_for_pending` are collective.
+    """Loads and saves the checkpoints of a run; the constructor, `resume`, `save` and `wait_for_pending` are collective.
 
     Attributes:
         saved_step: the step of the newest save; 0: there is none.
@@ -107,8 +107,7 @@ class RunCheckpoints:
         return best
 
     def keep(self, step: int) -> None:
-        """Keeps the checkpoint of this step, the best so far, besides the newest ones (collective)."""
-        self.wait_for_pending()
+        """Keeps the checkpoint of this step, the best so far, besides the newest ones; the one kept before until it is there."""
         self.checkpointer.keep_besides(step)
 
     def step_to_export(self, best: int | None, last: int) -> int:

@@ -8,7 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
-import time
+import threading
 import warnings
 
 import numpy as np
@@ -97,12 +97,13 @@ def test_a_better_step_is_kept_while_the_one_before_is_still_written(tmp_path, m
     """Its save decides what is removed, and must not forget the better one."""
     checkpointer = Checkpointer(tmp_path, keep=1)
     model, optimizer, _ = make()
-    sync_folder = train_state.sync_folder
-    monkeypatch.setattr(train_state, "sync_folder", lambda folder: (time.sleep(0.5), sync_folder(folder)))
-    for better in (1, 2):
-        checkpointer.keep_besides(better)
-        checkpointer.save(better, model=model, optimizer=optimizer)
-    for later in (3, 4):
+    sync_folder, may_end = train_state.sync_folder, threading.Event()
+    monkeypatch.setattr(train_state, "sync_folder", lambda folder: (may_end.wait(60), sync_folder(folder)))
+    checkpointer.keep_besides(1)
+    checkpointer.save(1, model=model, optimizer=optimizer)
+    checkpointer.keep_besides(2)  # while the save of step 1 waits
+    may_end.set()
+    for later in (2, 3, 4):
         checkpointer.save(later, model=model, optimizer=optimizer)
     checkpointer.wait()
     assert checkpointer.complete_steps() == [2, 4]
