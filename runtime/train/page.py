@@ -41,8 +41,13 @@ class RunPage(Listener):
         self._write(f"step {start.first_step} of {start.steps}: running", reload=True)
 
     def on_step(self, record: StepRecord) -> None:
-        if time.monotonic() - self._written >= self.seconds * max(1.0, self._took / WRITE_SECONDS):
+        if time.monotonic() - self._written >= self._interval:
             self._write(f"step {record.step} of {self._start.steps}: running", reload=True)
+
+    @property
+    def _interval(self) -> float:
+        """Seconds between updates."""
+        return self.seconds * max(1.0, self._took / WRITE_SECONDS)
 
     def on_end(self, summary: Summary) -> None:
         self._write(f"step {summary.steps} of {self._start.steps}: {ENDINGS[summary.reason]}", summary.data)
@@ -53,7 +58,7 @@ class RunPage(Listener):
         """Replaces the page atomically, so that no reader sees half a page, even if the run is killed meanwhile."""
         started = time.monotonic()
         entries, experts = run_log.read(self.directory), run_log.read_experts(self.directory)
-        text = page(self._start, state, data, entries, experts, reload=self.seconds if reload else None)
+        text = page(self._start, state, data, entries, experts, reload=self._interval if reload else None)
         with run_log.writing(self.directory / PAGE, self.on_failed) as path:
             path.with_suffix(".new").write_text(text, encoding="utf-8")
             path.with_suffix(".new").replace(path)
@@ -129,7 +134,7 @@ def figures(entries: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def curves(entries: list[dict[str, Any]]) -> list[str]:
-    """The plots of a log, with one axis of steps for all. What has fewer than two values has no plot."""
+    """The plots of a log, with one axis of steps for all. What has fewer than two has no plot."""
     figures: dict[str, dict[str, plots.Points]] = {"loss": {"": series(entries, "loss")}}
     if evaluation := series(entries, "eval_loss"):
         figures["loss"] = {"training": figures["loss"][""], "evaluation": evaluation}
@@ -138,9 +143,9 @@ def curves(entries: list[dict[str, Any]]) -> list[str]:
     figures |= {name: {"": series(entries, key)} for key, name in PLOTS.items()}
     shown: dict[str, dict[str, plots.Points]] = {}
     for title, lines in figures.items():
-        counts = {name: sum(value is not None for _, value in points) for name, points in lines.items()}
-        if max(counts.values(), default=0) > 1:
-            shown[title] = {name: points for name, points in lines.items() if counts[name]}
+        drawn = {name: points for name, points in lines.items() if any(value is not None for _, value in points)}
+        if max(map(len, drawn.values()), default=0) > 1:
+            shown[title] = drawn
     steps = [step for lines in shown.values() for points in lines.values() for step, _ in points]
     return [plots.curve(lines, title, (min(steps), max(steps))) for title, lines in shown.items()]
 
