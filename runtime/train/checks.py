@@ -22,7 +22,7 @@ from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.parallel.sequence import key_value_repeats
-from patchgen.runtime.train import data_check, lora, lora_targets, reading, run_plan, setup
+from patchgen.runtime.train import data_check, lora, lora_targets, reading, router_balance, run_plan, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.verify.verdict import one_line
@@ -57,6 +57,7 @@ def build_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
                 open_source(source)
     model = models.build_on_meta(recipe)
     models.configure_seams(recipe, model)
+    router_balance.require_possible(recipe, model)
     if (teacher_recipe := choose.teacher_recipe(recipe)) is not None:
         teacher = models.build_on_meta(teacher_recipe)
         choose.require_same_vocab_size(model, teacher)

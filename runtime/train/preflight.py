@@ -36,7 +36,7 @@ from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.objectives.choose import teacher_recipe
 from patchgen.runtime.parallel import loss
 from patchgen.runtime.parts import UnknownPartError, part_files
-from patchgen.runtime.train import architecture, attention_choice, data_check, modalities
+from patchgen.runtime.train import architecture, attention_choice, data_check, modalities, router_balance
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.verify import merged_source, report, verdict
@@ -87,8 +87,8 @@ class Preflight:
 
 
 def decide_trainable(recipe: Recipe, world: int = 1) -> Recipe:
-    """Refuses a model that cannot train; returns the recipe with its attention, document separation and modality
-    separation decided.
+    """Refuses a model that cannot train; returns the recipe with its attention, document separation, modality separation and
+    router loss decided.
 
     Args:
         world: the number of ranks, as far as it is known.
@@ -107,6 +107,7 @@ def decide_trainable(recipe: Recipe, world: int = 1) -> Recipe:
         )
     if reason := why_padding_has_no_row(_head_and_config(recipe)[1]):
         raise RecipeError(f"model.source = '{recipe.model.source}': {reason}")
+    recipe = router_balance.decided(recipe)  # first: what is compared has the router loss that the run has
     decision = examine(recipe)
     if decision.refusal:
         raise RecipeError(f"model.source = '{recipe.model.source}': {decision.refusal}")

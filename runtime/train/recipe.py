@@ -36,6 +36,7 @@ from patchgen.runtime.train.sections import (
     ObjectiveConfig,
     OptimConfig,
     ParallelSection,
+    RouterBiasConfig,
     TrainConfig,
 )
 
@@ -107,6 +108,16 @@ class Recipe:
             )
         if train.fp8 != Fp8Config() and train.precision is None:
             raise ValueError("train.fp8 is set, but train.precision is not fp8: it would have no effect.")
+        if train.router_bias != RouterBiasConfig() and train.router_balance != "bias":
+            raise ValueError(
+                "train.router_bias is set, but train.router_balance is not bias: it would have no effect. To fix: set "
+                "train.router_balance: bias, or remove it."
+            )
+        if train.router_balance == "bias" and self.lora is not None:
+            raise ValueError(
+                "train.router_balance: bias moves a tensor of the model, and with lora only adapters are saved. To fix: remove "
+                "one of them."
+            )
         if train.eval_every and self.eval_data is None:
             raise ValueError("train.eval_every is set, but there is no section eval_data to read from.")
         for name, value in (("train.patience", train.patience), ("checkpoint.keep_best", self.checkpoint.keep_best)):

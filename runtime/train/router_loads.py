@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.parallel.expert_load import ExpertLoad
-from patchgen.runtime.train import flops
+from patchgen.runtime.train import flops, router_balance, selection_bias
 
 COLLAPSED = 0.9
 """A layer has collapsed if its K busiest experts get this much of what even routing would leave to the other experts ..."""
@@ -71,17 +72,26 @@ class ExpertLoads:
         return sum(sorted(counts)[-self.per_token :]) / sum(counts)
 
 
+class Counter(Protocol):
+    """Counts the loads of experts."""
+
+    def read(self) -> dict[str, Tensor]:
+        """As `ExpertLoad.read`."""
+        ...
+
+
 class RouterLoads:
     """Reads the loads, and finds layers that have collapsed.
 
     Args:
         model: a model with experts.
+        biases: those that are moved, which count the loads already; None: they are counted here.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._counter = ExpertLoad(model)
-        self._config = model.config.get_text_config()
-        self._per_token = flops.experts_per_token(self._config)
+    def __init__(self, model: PreTrainedModel, biases: router_balance.SelectionBiases | None = None) -> None:
+        self._model, self._moves_biases = model, biases is not None
+        self._counter: Counter = biases or ExpertLoad(model)
+        self._per_token = flops.experts_per_token(model.config.get_text_config())
         self._readings: dict[str, int] = {}  # of a layer that has collapsed, in a row
         self._has_warned = False
 
@@ -107,27 +117,33 @@ class RouterLoads:
             f"Routers have collapsed in {len(collapsed)} of {len(loads.counts)} layers ({shown}): for {READINGS} readings in a row "
             f"few experts got nearly all tokens. In {worst} the {loads.per_token} busiest of {num_experts} got "
             f"{loads.share(worst):.0%}, the busiest {max(counts) * num_experts / sum(counts):.1f}x the even share; {idle} got "
-            f"none. To fix: {remedy(self._config)}"
+            f"none. To fix: {remedy(self._model, moves_biases=self._moves_biases)}"
         )
 
 
-def of_model(model: PreTrainedModel) -> RouterLoads | None:
+def of_model(model: PreTrainedModel, biases: router_balance.SelectionBiases | None = None) -> RouterLoads | None:
     """What reads the loads of a model; None without experts."""
-    return RouterLoads(model) if sharding.expert_paths(model) else None
+    return RouterLoads(model, biases) if sharding.expert_paths(model) else None
 
 
-def remedy(config: PreTrainedConfig) -> str:
-    """What balances the router of a model with this text config, in keys of a recipe."""
-    slower = "lower optim.lr or raise optim.warmup_steps"
-    is_on, coefficient = getattr(config, "output_router_logits", None), getattr(config, "router_aux_loss_coef", None)
-    if is_on is None or coefficient is None:  # upstream has no loss of its routers
-        return f"{slower}; this model has no router loss."
-    if not is_on:
-        return (
-            "train with the router's loss, which is off: model.overrides: {output_router_logits: true, router_aux_loss_coef: "
-            f"{coefficient or 0.01:g}}}; or {slower}."
+def remedy(model: PreTrainedModel, *, moves_biases: bool = False) -> str:
+    """What balances the routers of a model, in keys of a recipe.
+
+    Args:
+        moves_biases: whether the run has `train.router_balance: bias`.
+    """
+    slower, config = "lower optim.lr or raise optim.warmup_steps", model.config.get_text_config()
+    if moves_biases:
+        return f"raise train.router_bias.rate, or train.router_bias.bound if it is set; or {slower}."
+    ways = []
+    if router_balance.has_router_loss(config):
+        coefficient = config.router_aux_loss_coef
+        ways.append(
+            "raise the coefficient of the router's loss, model.overrides: {router_aux_loss_coef: ...} "
+            f"(now {coefficient:g})"
+            if config.output_router_logits
+            else "train with the router's loss, which is off: train.router_balance: loss"
         )
-    return (
-        "raise the coefficient of the router's loss, model.overrides: {router_aux_loss_coef: ...} "
-        f"(now {coefficient:g}); or {slower}."
-    )
+    if selection_bias.find(model):
+        ways.append("move the selection bias of its routers: train.router_balance: bias")
+    return f"{'; or '.join([*ways, slower])}." if ways else f"{slower}; this model has no router loss."

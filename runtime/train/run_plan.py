@@ -25,6 +25,7 @@ from patchgen.runtime.train import (
     planned_device,
     precision,
     resize_vocab,
+    router_balance,
     run_lock,
     run_log,
 )
@@ -182,6 +183,7 @@ def describe(
             if recipe.lora is not None
             else []
         ),
+        *([f"balance      {line}"] if (line := router_balance.summary(recipe, model)) else []),
         *([f"precision    {line}"] if (line := precision.summary(model, recipe)) else []),
         f"run          {recipe.directory}",
         "",

@@ -212,6 +212,23 @@ class Fp8Config:
 
 
 @dataclass(frozen=True, config=STRICT)
+class RouterBiasConfig:
+    """How the selection bias of each expert is moved with `router_balance: bias`.
+
+    Attributes:
+        rate: what a bias is moved by after a step, up if its expert got fewer tokens than the mean, down if it got more.
+        by: sign: by the rate; size: by the rate times the error of the load, as a multiple of the mean load.
+        warmup_steps: linear; the first step has 1 / `warmup_steps` of the rate.
+        bound: null, or the largest absolute value of a bias.
+    """
+
+    rate: PositiveFloat = 0.001
+    by: Literal["sign", "size"] = "sign"
+    warmup_steps: NonNegativeInt = 0
+    bound: PositiveFloat | None = None
+
+
+@dataclass(frozen=True, config=STRICT)
 class TrainConfig:
     """The loop.
 
@@ -220,9 +237,14 @@ class TrainConfig:
         batches_per_step: packed batches of one step over all ranks; each batch group (the ranks that read the same batches)
             accumulates its share of them.
             The same number gives the same losses on any number of ranks, unless samples are read as a stream.
-        router_loss: the tokens over which expert loads are counted, if the model adds a router loss
-            (`model.overrides: {output_router_logits: true}`): those of each packed row, or of the full step ("global"),
-            which lets experts specialise and cannot be combined with accumulation. Padding is not counted.
+        router_balance: how experts are kept busy. loss: the router loss of the config is switched on, with its coefficient
+            (`router_aux_loss_coef`; 0.01 if that is 0); bias: without a loss, by moving a bias per expert that models such as
+            DeepSeek-V3 add to the scores for selection alone; none: as the config says. null: loss if the experts start from
+            random weights and the model has that loss, else none. docs/tasks/balanced_experts.md.
+        router_bias: how that bias is moved.
+        router_loss: the tokens over which expert loads are counted, if the model adds a router loss: those of each packed row, or
+            of the full step ("global"), which lets experts specialise and cannot be combined with accumulation. Padding is not
+            counted.
         precision: null: all products in `parallel.param_dtype`; fp8: those of experts, and of the linear layers of attention and
             dense MLPs, in FP8 (e4m3) on GPUs from Hopper on. What is stored and exported is the same. The linear layers cost a
             small model 0.5 % of its held-out loss (kernels/README.md), which `kernels.fused_moe: fp8` alone did not.
@@ -247,6 +269,8 @@ class TrainConfig:
 
     steps: PositiveInt = 1000
     batches_per_step: PositiveInt = 1
+    router_balance: Literal["none", "loss", "bias"] | None = None
+    router_bias: RouterBiasConfig = Field(default_factory=RouterBiasConfig)
     router_loss: Literal["row", "global"] = "row"
     precision: Literal["fp8"] | None = None
     fp8: Fp8Config = Field(default_factory=Fp8Config)

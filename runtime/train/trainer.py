@@ -38,6 +38,7 @@ from patchgen.runtime.train import (
     lora,
     optimizers,
     reading,
+    router_balance,
     router_loads,
     run_lock,
     run_log,
@@ -65,6 +66,7 @@ class Trainer:
     """
 
     def __init__(self, recipe: Recipe, device: torch.device, listeners: tuple[Listener, ...] = ()) -> None:
+        recipe = router_balance.decided(recipe)
         self.recipe, self.device, self.listeners = recipe, device, listeners
         # First: ranks with different layouts would wait for process groups that the others never join.
         setup.require_same_recipe(recipe)
@@ -101,6 +103,8 @@ class Trainer:
         )
         self.seams = models.configure_seams(recipe, self.model)
         self.report = models.check_slices_and_report(recipe, self.model, self.state, self.seams)
+        if balance := router_balance.summary(recipe, self.model):
+            self.report += f"\nbalance   {balance}"
         models.set_pad_token(self.model, self.parts.tokenizer)
         self.learning = learning.build(recipe, self.model, self.state, device, self.adapted)
         self.source_losses = self.build_source_losses(recipe.data)
@@ -109,7 +113,8 @@ class Trainer:
         self.peak_tflops = recipe.log.peak_tflops or flops.peak_tflops(device)
         self.optimizer = optimizers.build(self.model, recipe.optim)
         self.captured = CapturedStep(self.model, self.state, device, self.micro_batch) if train.cuda_graph else None
-        self.router_loads = router_loads.of_model(self.model) if recipe.log.expert_load else None
+        self.biases = router_balance.biases_of_run(recipe, self.model)
+        self.router_loads = router_loads.of_model(self.model, self.biases) if recipe.log.expert_load else None
         self.step, self.evaluated_step = 0, 0
         self.skipped, self.num_skipped = 0, 0  # in a row, and in the whole run
         self.prompts = samples.of_recipe(recipe, self.model, self.parts.tokenizer)
@@ -278,7 +283,8 @@ class Trainer:
         return share.detach()
 
     def update(self) -> tuple[float, float]:
-        """Clips gradients, and steps the optimizer if they are finite; returns the norm before clipping and the learning rate.
+        """Clips gradients, steps the optimizer if they are finite, and moves `biases`; returns the norm before clipping and the
+        learning rate.
 
         Raises:
             TrainingStopped: `optim.max_skipped` steps in a row were skipped.
@@ -288,12 +294,15 @@ class Trainer:
         factor = optimizers.lr_factor(self.step, config, self.recipe.train.steps)
         rate = optimizers.set_learning_rate(self.optimizer, factor)
         norm = gradients.clip(self.model, max_norm=config.max_grad_norm, optimizer=self.optimizer)
-        if gradients.accept(self.model, norm, on_nonfinite=config.on_nonfinite):
+        is_taken = gradients.accept(self.model, norm, on_nonfinite=config.on_nonfinite)
+        if is_taken:
             self.skipped = 0
             self.optimizer.step()
         else:
             self.skipped, self.num_skipped = self.skipped + 1, self.num_skipped + 1
         self.optimizer.zero_grad(set_to_none=True)
+        if self.biases is not None:
+            self.biases.after_step(self.step + 1, was_taken=is_taken)
         if self.skipped >= config.max_skipped:
             last = self.checkpoints.saved_step if self.checkpoints is not None else 0
             saved = f"The last checkpoint is that of step {last}." if last else "No checkpoint was saved."

@@ -94,6 +94,8 @@ def test_what_has_its_default_is_not_changed(path, key, value, shown):
         ("data.seed", "-1", "data.seed must be 0 or more, not -1"),
         ("data.sources.0.path", "*.jsonl", "To fix: quote text that YAML would read as something else"),
         ("train.eval_every", "5", "there is no section eval_data"),
+        ("train.router_bias.rate", "0.1", "train.router_bias is set, but train.router_balance is not bias"),
+        ("train.router_bias.rate", "0", "train.router_bias.rate: input should be greater than 0, not 0."),
         ("data.sources.3.path", "x", "'3' is not an index of a list of length 1; 1 appends to it"),
         ("train.steps.more", "x", "train.steps: input should be a valid integer, not {'more': 'x'}"),
     ],

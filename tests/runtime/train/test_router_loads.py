@@ -6,8 +6,10 @@ import re
 
 import pytest
 from trainer_models import build
+from transformers import DeepseekV3Config
 
-from patchgen.runtime.train import plots, router_loads
+from patchgen.runtime.train import model as models
+from patchgen.runtime.train import plots, router_loads, selection_bias
 from patchgen.runtime.train.router_loads import ExpertLoads
 
 
@@ -41,14 +43,20 @@ def test_three_readings_in_a_row_tell_and_once():
     bad, good = loads([500, 500, 0, 0]), loads([250, 250, 250, 250])
     told = [reader.warning(one) for one in (bad, bad, good, bad, bad, bad, bad)]
     assert [text is not None for text in told] == [False] * 5 + [True, False]
-    assert "output_router_logits: true, router_aux_loss_coef: 0.01" in told[5]
+    assert "train with the router's loss, which is off: train.router_balance: loss; or lower optim.lr" in told[5]
 
 
 def test_the_advice_is_for_what_the_config_has():
-    config = build(generated=True).config
-    config.output_router_logits, config.router_aux_loss_coef = True, 0.001
-    assert "raise the coefficient" in router_loads.remedy(config) and "(now 0.001)" in router_loads.remedy(config)
-    assert "has no router loss" in router_loads.remedy(type(config).__mro__[1]())
+    model = build(generated=True)
+    model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.001
+    assert "raise the coefficient" in router_loads.remedy(model) and "(now 0.001)" in router_loads.remedy(model)
+    model.config = type(model.config).__mro__[1]()
+    assert "has no router loss" in router_loads.remedy(model)
+    with_bias = selection_bias.small_model(*models.find_head_and_config(DeepseekV3Config()))
+    assert router_loads.remedy(with_bias).startswith(
+        "move the selection bias of its routers: train.router_balance: bias; or"
+    )
+    assert "raise train.router_bias.rate" in router_loads.remedy(with_bias, moves_biases=True)
 
 
 def test_the_picture_has_a_row_for_each_layer_and_a_shade_for_each_load():

@@ -1,0 +1,243 @@
+"""`train.router_balance`: what keeps the experts of a run busy; decided or refused before its ranks start, done after each step.
+
+loss    the config's router loss, switched on
+bias    after each step, for each expert        b += rate * sign(mean load - its load)
+        b is added to the scores by which experts are chosen, and to nothing else (`selection_bias.py`); the load is
+        counted over all ranks and micro-batches of the step, in whole numbers, so that b is the same in every layout
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from patchgen.runtime.attention_kinds import configs_of
+from patchgen.runtime.objectives import choose
+from patchgen.runtime.parallel import sharding
+from patchgen.runtime.parallel.expert_load import ExpertLoad, non_zero
+from patchgen.runtime.parallel.undivided import local
+from patchgen.runtime.train import architecture, selection_bias
+from patchgen.runtime.train import model as models
+from patchgen.runtime.train.recipe import Recipe, RecipeError
+from patchgen.runtime.train.sections import RouterBiasConfig
+from patchgen.runtime.train.weight_sources import find_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+SWITCH, COEFFICIENT = "output_router_logits", "router_aux_loss_coef"
+"""The fields of a text config with a router loss."""
+DEFAULT_COEFFICIENT = 0.01
+"""Of a config that has 0."""
+
+
+# --------------------------------------------------------------------------------------- before ranks start
+
+
+def decided(recipe: Recipe) -> Recipe:
+    """The recipe with the router loss on, if it asks for it, or leaves it open and its experts start from random weights.
+
+    Raises:
+        RecipeError: it asks for the loss, and the model has none.
+    """
+    balance = recipe.train.router_balance
+    if balance == "loss" or (balance is None and _starts_unbalanced(recipe)):
+        train = dataclasses.replace(recipe.train, router_balance="loss")
+        return dataclasses.replace(recipe, train=train, model=_with_router_loss(recipe))
+    return recipe
+
+
+def has_router_loss(config: PreTrainedConfig) -> bool:
+    """Whether the model of a text config can add a loss of its routers."""
+    return getattr(config, SWITCH, None) is not None and getattr(config, COEFFICIENT, None) is not None
+
+
+def require_possible(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Refuses `router_balance: bias` for a model that has no such bias, or stores it in 16 bits.
+
+    Args:
+        model: of the recipe, with its parameters' dtypes, also on the meta device.
+
+    Raises:
+        RecipeError: with what can be set instead.
+    """
+    if recipe.train.router_balance == "bias":
+        _require_biases(model, selection_bias.find(model))
+
+
+def summary(recipe: Recipe, model: PreTrainedModel) -> str:
+    """What balances the experts of a run, in one line; "" if it has none, or leaves the routers as its weights have them."""
+    if not sharding.expert_paths(model):
+        return ""
+    balance, is_random = recipe.train.router_balance, find_weights(recipe.model) is None
+    text = model.config.get_text_config()
+    if balance == "bias":
+        names, options = [*selection_bias.find(model).values()], recipe.train.router_bias
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        how = "by" if options.by == "sign" else "by up to the error of its load times"
+        return f"a bias per expert, moved after each step {how} {options.rate:g}: {names[0]}{more}"
+    if has_router_loss(text) and getattr(text, SWITCH):
+        why = ", since the experts start from random weights (train.router_balance: none declines)"
+        return f"the router loss, coefficient {getattr(text, COEFFICIENT):g}{why if balance == 'loss' and is_random else ''}"
+    if not is_random:
+        return ""
+    advice = "; train.router_balance: bias would" if balance is None and selection_bias.find(model) else ""
+    return f"nothing keeps these experts busy, which start from random weights{advice}"
+
+
+def _starts_unbalanced(recipe: Recipe) -> bool:
+    """Whether experts with a router loss start from random weights, and the recipe does not say whether it is on."""
+    if find_weights(recipe.model) is not None or recipe.lora is not None:
+        return False
+    if (
+        choose.objective_of(recipe.objective).head is not None
+    ):  # a new head over the base model, which adds no router loss
+        return False
+    _, config, path = _text_config(recipe)
+    named = recipe.model.overrides
+    for name in path.split(".") if path else ():
+        named = named.get(name, {})
+    return SWITCH not in named and has_router_loss(config) and not getattr(config, SWITCH) and _has_experts(recipe)
+
+
+def _has_experts(recipe: Recipe) -> bool:
+    head, config = _head_and_config(recipe)
+    with torch.device("meta"):
+        model = head._from_config(copy.deepcopy(config), attn_implementation="eager")
+    return bool(sharding.expert_paths(model))
+
+
+def _with_router_loss(recipe: Recipe) -> Any:
+    """The section `model` with the router loss on."""
+    whole, config, path = _text_config(recipe)
+    if not has_router_loss(config):
+        raise RecipeError(
+            f"train.router_balance: loss, but {type(whole).__name__} has no router loss: no {SWITCH} and {COEFFICIENT}. To fix: "
+            "set train.router_balance: bias, if its routers have a selection bias, or none."
+        )
+    fields: Any = {SWITCH: True, COEFFICIENT: getattr(config, COEFFICIENT) or DEFAULT_COEFFICIENT}
+    for name in reversed(path.split(".") if path else ()):
+        fields = {name: fields}
+    return dataclasses.replace(recipe.model, overrides=_merged(recipe.model.overrides, fields))
+
+
+def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    nested = {
+        name: _merged(values.get(name, {}), change) if isinstance(change, dict) else change
+        for name, change in changes.items()
+    }
+    return {**values, **nested}
+
+
+def _text_config(recipe: Recipe) -> tuple[PreTrainedConfig, PreTrainedConfig, str]:
+    """The config of the recipe, that of its text model, and the dotted path of the latter in it."""
+    whole = models.read_config(recipe.model)
+    _, config = models.find_head_and_config(whole, architecture.register(recipe.model))
+    text = config.get_text_config()  # of an encoder-decoder a copy
+    paths = {id(inner): path for path, inner in configs_of(whole)}
+    return (whole, text, paths[id(text)]) if id(text) in paths else (whole, config, paths[id(config)])
+
+
+def _head_and_config(recipe: Recipe) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    return models.find_head_and_config(models.read_config(recipe.model), architecture.register(recipe.model))
+
+
+def _require_biases(model: PreTrainedModel, biases: Mapping[str, str]) -> None:
+    """Raises RecipeError unless there are biases, each in fp32."""
+    if not biases:
+        instead = (
+            "train.router_balance: loss, which balances them by the router loss of the config"
+            if has_router_loss(model.config.get_text_config())
+            else "none; this model has no router loss either"
+        )
+        raise RecipeError(
+            f"train.router_balance: bias moves a bias that routers add to their scores for selection alone, and {_name(model)} "
+            "has none. One could be added, but upstream's model, for which the export is made, would choose other experts without "
+            f"it. To fix: set {instead}."
+        )
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if narrow := [name for name in biases.values() if tensors[name].dtype != torch.float32]:
+        raise RecipeError(
+            f"train.router_balance: bias needs {narrow[0]} in float32, and it is stored in {tensors[narrow[0]].dtype}, in which "
+            "small moves round to nothing. To fix: set model.dtype: float32; layers compute in parallel.param_dtype."
+        )
+
+
+def _name(model: nn.Module) -> str:
+    return type(model).__name__.removeprefix("FSDP")
+
+
+# ------------------------------------------------------------------------------------------ after each step
+
+
+def biases_of_run(recipe: Recipe, model: PreTrainedModel) -> SelectionBiases | None:
+    """What moves the biases of a recipe's model; None: none are moved."""
+    return SelectionBiases(model, recipe.train.router_bias) if recipe.train.router_balance == "bias" else None
+
+
+class SelectionBiases:
+    """The biases of a model's routers, moved after each step; it has the loads of the steps, too.
+
+    Args:
+        model: on this rank, sharded or not, before the first forward that is to be counted.
+
+    Raises:
+        RecipeError: as `require_possible`.
+    """
+
+    def __init__(self, model: PreTrainedModel, options: RouterBiasConfig) -> None:
+        names = selection_bias.find(model)
+        _require_biases(model, names)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.biases: dict[str, Tensor] = {path: tensors[name] for path, name in names.items()}
+        self.options = options
+        self._load = ExpertLoad(model)
+        self._since_reading: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def after_step(self, step: int, *, was_taken: bool = True) -> None:
+        """Moves the biases by the loads of a step (collective; does not wait for the device).
+
+        Args:
+            step: 1 is the first of the run.
+            was_taken: False if the step was skipped for its gradients: its loads move nothing.
+        """
+        loads = self._load.read_on_device()
+        for path, load in loads.items():
+            before = self._since_reading.get(path)
+            self._since_reading[path] = load if before is None else before + load
+        if was_taken:
+            for path, bias in self.biases.items():
+                self._move(bias, loads[path], step)
+
+    def read(self) -> dict[str, Tensor]:
+        """As `ExpertLoad.read`, not collective: the loads are those of all ranks already."""
+        counts, self._since_reading = self._since_reading, {}
+        return non_zero(counts)
+
+    def _move(self, bias: Tensor, load_E: Tensor, step: int) -> None:
+        """Adds to a bias what one step's loads of the experts, int64 `(E,)`, move it by."""
+        options, num_slots = self.options, load_E.sum()
+        error_E = num_slots - load_E * len(load_E)  # E times what is missing to the mean: exact
+        if options.by == "sign":
+            move_E = error_E.sign().double()
+        else:
+            move_E = error_E.double() / num_slots.clamp(min=1)
+        rate = options.rate * min(1.0, step / max(1, options.warmup_steps))
+        shard = local(bias)
+        shard.add_(_shard_like(bias, (rate * move_E).view(bias.shape)).to(shard))
+        if options.bound is not None:
+            shard.clamp_(-options.bound, options.bound)
+
+
+def _shard_like(tensor: Tensor, full: Tensor) -> Tensor:
+    """This rank's part of `full`, which is the same on every rank, where `tensor` has its own."""
+    if not isinstance(tensor, DTensor):
+        return full
+    return local(distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None))
