@@ -107,8 +107,9 @@ def decide_trainable(recipe: Recipe, world: int = 1) -> Recipe:
         )
     if reason := why_padding_has_no_row(_head_and_config(recipe)[1]):
         raise RecipeError(f"model.source = '{recipe.model.source}': {reason}")
-    recipe = router_balance.decided(recipe)  # first: what is compared has the router loss that the run has
-    decision = examine(recipe)
+    recipe = router_balance.decided(recipe)
+    proven = router_balance.as_proven(recipe)
+    decision = examine(proven)
     if decision.refusal:
         raise RecipeError(f"model.source = '{recipe.model.source}': {decision.refusal}")
     separate = decision.separates_documents or recipe.model.separate_documents or False
@@ -118,7 +119,7 @@ def decide_trainable(recipe: Recipe, world: int = 1) -> Recipe:
     # First ranks that share experts but no sequence: what they refuse is not due to parallel.sp.
     for key, shares_sequence in (("ep", False), ("sp", True)):
         size = getattr(recipe.parallel, key)
-        if size > 1 and (refusal := _refusal_on_ranks(recipe, decision.attention, shares_sequence=shares_sequence)):
+        if size > 1 and (refusal := _refusal_on_ranks(proven, decision.attention, shares_sequence=shares_sequence)):
             raise RecipeError(f"parallel.{key} = {size}: '{recipe.model.source}': {refusal}")
     section = recipe.parallel
     ranks = max(world, math.lcm(section.sp, section.ep) * section.dp_replicate)

@@ -8,9 +8,11 @@ bias    after each step, for each expert        b += rate * sign(mean load - its
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,14 +27,15 @@ from patchgen.runtime.parallel.undivided import local
 from patchgen.runtime.train import architecture, selection_bias
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
-from patchgen.runtime.train.sections import RouterBiasConfig
+from patchgen.runtime.train.sections import ModelConfig, RouterBiasConfig
 from patchgen.runtime.train.weight_sources import find_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 SWITCH, COEFFICIENT = "output_router_logits", "router_aux_loss_coef"
-"""The fields of a text config with a router loss."""
+"""The fields of a text config with a router loss. The first is also an argument of the model, which a run passes: an export whose
+config has it on would compute the loss wherever it generates, and transformers fails there with padding."""
 DEFAULT_COEFFICIENT = 0.01
 """Of a config that has 0."""
 
@@ -41,7 +44,8 @@ DEFAULT_COEFFICIENT = 0.01
 
 
 def decided(recipe: Recipe) -> Recipe:
-    """The recipe with the router loss on, if it asks for it, or leaves it open and its experts start from random weights.
+    """The recipe with `router_balance: loss` if it leaves that open and its experts start from random weights; with `loss`, also
+    with a coefficient that is not 0.
 
     Raises:
         RecipeError: it asks for the loss, and the model has none.
@@ -49,8 +53,36 @@ def decided(recipe: Recipe) -> Recipe:
     balance = recipe.train.router_balance
     if balance == "loss" or (balance is None and _starts_unbalanced(recipe)):
         train = dataclasses.replace(recipe.train, router_balance="loss")
-        return dataclasses.replace(recipe, train=train, model=_with_router_loss(recipe))
+        return dataclasses.replace(recipe, train=train, model=_with_coefficient(recipe))
     return recipe
+
+
+def as_proven(recipe: Recipe) -> Recipe:
+    """The recipe as it is compared with upstream before ranks start: with the router loss on by its config, if the run has it."""
+    if recipe.train.router_balance != "loss":
+        return recipe
+    _, path = _text_config(recipe)
+    overrides = _merged(recipe.model.overrides, _nested(path, {SWITCH: True}))
+    return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, overrides=overrides))
+
+
+def forward_options(recipe: Recipe) -> dict[str, bool]:
+    """The arguments with which a run calls its model for the router loss."""
+    return {SWITCH: True} if recipe.train.router_balance == "loss" else {}
+
+
+@contextlib.contextmanager
+def switched_on(recipe: Recipe, model: PreTrainedModel) -> Iterator[None]:
+    """Within the block the config of a run's model says what its steps do about the router loss, for checks that read it."""
+    config = model.config.get_text_config()
+    before = vars(config).copy()
+    for name, value in forward_options(recipe).items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name in forward_options(recipe):
+            setattr(config, name, before[name])
 
 
 def has_router_loss(config: PreTrainedConfig) -> bool:
@@ -82,7 +114,7 @@ def summary(recipe: Recipe, model: PreTrainedModel) -> str:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         how = "by" if options.by == "sign" else "by up to the error of its load times"
         return f"a bias per expert, moved after each step {how} {options.rate:g}: {names[0]}{more}"
-    if has_router_loss(text) and getattr(text, SWITCH):
+    if balance == "loss" or (has_router_loss(text) and getattr(text, SWITCH)):
         why = ", since the experts start from random weights (train.router_balance: none declines)"
         return f"the router loss, coefficient {getattr(text, COEFFICIENT):g}{why if balance == 'loss' and is_random else ''}"
     if not is_random:
@@ -93,17 +125,20 @@ def summary(recipe: Recipe, model: PreTrainedModel) -> str:
 
 def _starts_unbalanced(recipe: Recipe) -> bool:
     """Whether experts with a router loss start from random weights, and the recipe does not say whether it is on."""
-    if find_weights(recipe.model) is not None or recipe.lora is not None:
+    if find_weights(recipe.model) is not None or recipe.lora is not None or not _adds_router_loss(recipe):
         return False
-    if (
-        choose.objective_of(recipe.objective).head is not None
-    ):  # a new head over the base model, which adds no router loss
-        return False
-    _, config, path = _text_config(recipe)
+    config, path = _text_config(recipe)
     named = recipe.model.overrides
-    for name in path.split(".") if path else ():
+    for name in path:
         named = named.get(name, {})
-    return SWITCH not in named and has_router_loss(config) and not getattr(config, SWITCH) and _has_experts(recipe)
+    return SWITCH not in named and not getattr(config, SWITCH) and _has_experts(recipe)
+
+
+def _adds_router_loss(recipe: Recipe) -> bool:
+    """Whether the recipe's model takes the switch and adds the loss; a new head over the base model does not."""
+    head, _ = _head_and_config(recipe)
+    has_own_head = choose.objective_of(recipe.objective).head is None
+    return has_own_head and has_router_loss(_text_config(recipe)[0]) and SWITCH in signature(head.forward).parameters
 
 
 def _has_experts(recipe: Recipe) -> bool:
@@ -113,18 +148,26 @@ def _has_experts(recipe: Recipe) -> bool:
     return bool(sharding.expert_paths(model))
 
 
-def _with_router_loss(recipe: Recipe) -> Any:
-    """The section `model` with the router loss on."""
-    whole, config, path = _text_config(recipe)
-    if not has_router_loss(config):
+def _with_coefficient(recipe: Recipe) -> ModelConfig:
+    """The section `model` with a coefficient of the router loss."""
+    if not _adds_router_loss(recipe):
         raise RecipeError(
-            f"train.router_balance: loss, but {type(whole).__name__} has no router loss: no {SWITCH} and {COEFFICIENT}. To fix: "
-            "set train.router_balance: bias, if its routers have a selection bias, or none."
+            f"train.router_balance: loss, but {_head_and_config(recipe)[0].__name__} with objective.name = "
+            f"{recipe.objective.name} adds no router loss. To fix: set train.router_balance: bias, if its routers have a bias for "
+            "selection alone, or none."
         )
-    fields: Any = {SWITCH: True, COEFFICIENT: getattr(config, COEFFICIENT) or DEFAULT_COEFFICIENT}
-    for name in reversed(path.split(".") if path else ()):
+    config, path = _text_config(recipe)
+    if getattr(config, COEFFICIENT):
+        return recipe.model
+    overrides = _merged(recipe.model.overrides, _nested(path, {COEFFICIENT: DEFAULT_COEFFICIENT}))
+    return dataclasses.replace(recipe.model, overrides=overrides)
+
+
+def _nested(path: Sequence[str], fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a config inside others, as overrides of the outermost one."""
+    for name in reversed(path):
         fields = {name: fields}
-    return dataclasses.replace(recipe.model, overrides=_merged(recipe.model.overrides, fields))
+    return fields
 
 
 def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,13 +178,13 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     return {**values, **nested}
 
 
-def _text_config(recipe: Recipe) -> tuple[PreTrainedConfig, PreTrainedConfig, str]:
-    """The config of the recipe, that of its text model, and the dotted path of the latter in it."""
+def _text_config(recipe: Recipe) -> tuple[PreTrainedConfig, list[str]]:
+    """The config of the recipe's text model, and the names of the fields that lead to it."""
     whole = models.read_config(recipe.model)
     _, config = models.find_head_and_config(whole, architecture.register(recipe.model))
     text = config.get_text_config()  # of an encoder-decoder a copy
-    paths = {id(inner): path for path, inner in configs_of(whole)}
-    return (whole, text, paths[id(text)]) if id(text) in paths else (whole, config, paths[id(config)])
+    paths = {id(inner): path.split(".") if path else [] for path, inner in configs_of(whole)}
+    return (text, paths[id(text)]) if id(text) in paths else (config, paths[id(config)])
 
 
 def _head_and_config(recipe: Recipe) -> tuple[type[PreTrainedModel], PreTrainedConfig]:

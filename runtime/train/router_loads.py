@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.train import flops, router_balance, selection_bias
+from patchgen.runtime.train.recipe import Recipe
 
 COLLAPSED = 0.9
 """A layer has collapsed if its K busiest experts get this much of what even routing would leave to the other experts ..."""
@@ -85,11 +86,17 @@ class RouterLoads:
 
     Args:
         model: a model with experts.
+        balance: `train.router_balance` of the run.
         biases: those that are moved, which count the loads already; None: they are counted here.
     """
 
-    def __init__(self, model: PreTrainedModel, biases: router_balance.SelectionBiases | None = None) -> None:
-        self._model, self._moves_biases = model, biases is not None
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        balance: str | None = None,
+        biases: router_balance.SelectionBiases | None = None,
+    ) -> None:
+        self._model, self._balance = model, balance
         self._counter: Counter = biases or ExpertLoad(model)
         self._per_token = flops.experts_per_token(model.config.get_text_config())
         self._readings: dict[str, int] = {}  # of a layer that has collapsed, in a row
@@ -117,31 +124,32 @@ class RouterLoads:
             f"Routers have collapsed in {len(collapsed)} of {len(loads.counts)} layers ({shown}): for {READINGS} readings in a row "
             f"few experts got nearly all tokens. In {worst} the {loads.per_token} busiest of {num_experts} got "
             f"{loads.share(worst):.0%}, the busiest {max(counts) * num_experts / sum(counts):.1f}x the even share; {idle} got "
-            f"none. To fix: {remedy(self._model, moves_biases=self._moves_biases)}"
+            f"none. To fix: {remedy(self._model, self._balance)}"
         )
 
 
-def of_model(model: PreTrainedModel, biases: router_balance.SelectionBiases | None = None) -> RouterLoads | None:
-    """What reads the loads of a model; None without experts."""
-    return RouterLoads(model, biases) if sharding.expert_paths(model) else None
+def of_run(
+    recipe: Recipe, model: PreTrainedModel, biases: router_balance.SelectionBiases | None = None
+) -> RouterLoads | None:
+    """What reads the loads of a recipe's model; None without experts."""
+    return RouterLoads(model, recipe.train.router_balance, biases) if sharding.expert_paths(model) else None
 
 
-def remedy(model: PreTrainedModel, *, moves_biases: bool = False) -> str:
+def remedy(model: PreTrainedModel, balance: str | None = None) -> str:
     """What balances the routers of a model, in keys of a recipe.
 
     Args:
-        moves_biases: whether the run has `train.router_balance: bias`.
+        balance: `train.router_balance` of the run.
     """
     slower, config = "lower optim.lr or raise optim.warmup_steps", model.config.get_text_config()
-    if moves_biases:
+    if balance == "bias":
         return f"raise train.router_bias.rate, or train.router_bias.bound if it is set; or {slower}."
     ways = []
     if router_balance.has_router_loss(config):
-        coefficient = config.router_aux_loss_coef
         ways.append(
             "raise the coefficient of the router's loss, model.overrides: {router_aux_loss_coef: ...} "
-            f"(now {coefficient:g})"
-            if config.output_router_logits
+            f"(now {config.router_aux_loss_coef:g})"
+            if balance == "loss" or config.output_router_logits
             else "train with the router's loss, which is off: train.router_balance: loss"
         )
     if selection_bias.find(model):

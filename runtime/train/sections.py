@@ -237,7 +237,7 @@ class TrainConfig:
         batches_per_step: packed batches of one step over all ranks; each batch group (the ranks that read the same batches)
             accumulates its share of them.
             The same number gives the same losses on any number of ranks, unless samples are read as a stream.
-        router_balance: how experts are kept busy. loss: the router loss of the config is switched on, with its coefficient
+        router_balance: how experts are kept busy. loss: the router loss of the model, with the coefficient of its config
             (`router_aux_loss_coef`; 0.01 if that is 0); bias: without a loss, by moving a bias per expert that models such as
             DeepSeek-V3 add to the scores for selection alone; none: as the config says. null: loss if the experts start from
             random weights and the model has that loss, else none. docs/tasks/balanced_experts.md.

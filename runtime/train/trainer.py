@@ -102,7 +102,8 @@ class Trainer:
             else None
         )
         self.seams = models.configure_seams(recipe, self.model)
-        self.report = models.check_slices_and_report(recipe, self.model, self.state, self.seams)
+        with router_balance.switched_on(recipe, self.model):
+            self.report = models.check_slices_and_report(recipe, self.model, self.state, self.seams)
         if balance := router_balance.summary(recipe, self.model):
             self.report += f"\nbalance   {balance}"
         models.set_pad_token(self.model, self.parts.tokenizer)
@@ -113,8 +114,9 @@ class Trainer:
         self.peak_tflops = recipe.log.peak_tflops or flops.peak_tflops(device)
         self.optimizer = optimizers.build(self.model, recipe.optim)
         self.captured = CapturedStep(self.model, self.state, device, self.micro_batch) if train.cuda_graph else None
+        self.forward_options = router_balance.forward_options(recipe)
         self.biases = router_balance.biases_of_run(recipe, self.model)
-        self.router_loads = router_loads.of_model(self.model, self.biases) if recipe.log.expert_load else None
+        self.router_loads = router_loads.of_run(recipe, self.model, self.biases) if recipe.log.expert_load else None
         self.step, self.evaluated_step = 0, 0
         self.skipped, self.num_skipped = 0, 0  # in a row, and in the whole run
         self.prompts = samples.of_recipe(recipe, self.model, self.parts.tokenizer)
@@ -278,7 +280,7 @@ class Trainer:
             options: of `loss.step`.
         """
         with loss.step(items, num_micro_batches, num_tokens=tokens, **options):
-            share = self.model(**inputs, num_items_in_batch=items, use_cache=False).loss
+            share = self.model(**inputs, **self.forward_options, num_items_in_batch=items, use_cache=False).loss
             share.backward()
         return share.detach()
 

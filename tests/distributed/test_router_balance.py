@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import cases_router_balance as cases
@@ -56,6 +57,23 @@ def test_biases_are_the_same_to_the_bit_in_every_layout_and_through_a_resume(
     )
     assert [found[2] for found in resumed] == [expected, expected]
     assert cases.exported_biases(tmp_path / "resumed" / "export") == expected
+
+
+def test_the_loss_is_that_of_a_config_with_it_on_and_the_exported_config_has_it_off(
+    trainer_folder, tmp_path, one_rank
+):
+    def run(name: str, balance: dict, overrides: dict):
+        source, changes = trainer_folder / "start", {"checkpoint": {"export": True}}
+        values = recipe(trainer_folder, source, tmp_path / name, 2, balance, **changes)
+        values["model"]["overrides"] = {"router_aux_loss_coef": 0.5, **overrides}
+        losses = one_rank.run(cases.train, values)[0][0]
+        return losses, json.loads((tmp_path / name / "export" / "config.json").read_text())["output_router_logits"]
+
+    switched, is_on = run("switched", {"router_balance": "loss"}, {})
+    by_config, is_on_by_config = run("by config", {}, {"output_router_logits": True})
+    plain, _ = run("plain", {}, {})
+    assert switched == by_config and switched[0] > plain[0] + 0.4
+    assert (is_on, is_on_by_config) == (False, True)
 
 
 def test_a_collapsed_router_is_balanced_by_its_bias_and_stays_collapsed_without(

@@ -14,7 +14,6 @@ from patchgen.runtime.train.recipe import ModelConfig, Recipe, RecipeError
 from patchgen.runtime.train.sections import RouterBiasConfig
 from patchgen.runtime.verify.small_config import small_config
 
-ON = {"output_router_logits": True, "router_aux_loss_coef": 0.001}
 DEEPSEEK = {
     **{key: value for key, value in SMALL.items() if not key.startswith(("num_experts", "head_dim", "num_key"))},
     "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
@@ -31,10 +30,12 @@ def deepseek(**sections: dict) -> Recipe:
 
 def test_experts_from_random_weights_get_the_router_loss_and_it_is_said():
     recipe = router_balance.decided(recipe_of())
-    assert recipe.train.router_balance == "loss" and recipe.model.overrides == SMALL | ON
+    assert recipe.train.router_balance == "loss" and recipe.model.overrides == SMALL
     assert router_balance.decided(recipe) == recipe
     model = models.build_on_meta(recipe)
-    assert model.config.output_router_logits and model.config.router_aux_loss_coef == 0.001
+    assert not model.config.output_router_logits, "of the run: exports would compute the loss while they generate"
+    assert router_balance.forward_options(recipe) == {"output_router_logits": True}
+    assert router_balance.as_proven(recipe).model.overrides == SMALL | {"output_router_logits": True}
     line = "the router loss, coefficient 0.001, since the experts start from random weights (train.router_balance: none declines)"
     assert router_balance.summary(recipe, model) == line
     assert f"balance      {line}\n" in run_plan.describe(recipe, model, 1)
@@ -45,7 +46,7 @@ def test_experts_from_random_weights_get_the_router_loss_and_it_is_said():
     [
         {"train": {"router_balance": "none"}},
         {"model": {"overrides": SMALL | {"output_router_logits": False}}},
-        {"model": {"overrides": SMALL | ON}},
+        {"model": {"overrides": SMALL | {"output_router_logits": True}}},
         {"lora": {}},
         {"objective": {"name": "classification", "options": {"num_labels": 2}}},
         {"model": {"source": "qwen3", "overrides": {}}},
@@ -62,14 +63,16 @@ def test_weights_that_are_there_are_trained_as_their_config_says(tmp_path):
     small_config("qwen3_moe").config.save_pretrained(tmp_path)
     recipe = recipe_of(model={"source": str(tmp_path), "overrides": {}})
     assert router_balance.decided(recipe) == recipe
-    asked = router_balance.decided(replace(recipe, train=replace(recipe.train, router_balance="loss")))
-    assert asked.model.overrides["output_router_logits"] is True
+    asked = replace(recipe, train=replace(recipe.train, router_balance="loss"))
+    assert router_balance.decided(asked) == asked, "its coefficient is not 0"
 
 
 def test_the_fields_are_those_of_the_text_config_and_other_overrides_stay():
-    recipe = recipe_of(model={"source": "qwen3_vl_moe", "overrides": {"text_config": {"num_hidden_layers": 2}}})
-    overrides = router_balance.decided(recipe).model.overrides
-    assert overrides == {"text_config": {"num_hidden_layers": 2, **ON}}
+    text = {"num_hidden_layers": 2, "router_aux_loss_coef": 0.0}
+    recipe = router_balance.decided(recipe_of(model={"source": "qwen3_vl_moe", "overrides": {"text_config": text}}))
+    assert recipe.model.overrides == {"text_config": text | {"router_aux_loss_coef": 0.01}}
+    proven = router_balance.as_proven(recipe).model.overrides
+    assert proven == {"text_config": text | {"router_aux_loss_coef": 0.01, "output_router_logits": True}}
 
 
 def test_the_decision_is_part_of_what_is_proven_before_ranks_start(tmp_path, monkeypatch):
@@ -87,7 +90,9 @@ def test_the_decision_is_part_of_what_is_proven_before_ranks_start(tmp_path, mon
 
 
 def test_a_loss_that_a_model_does_not_have_is_refused():
-    with pytest.raises(RecipeError, match=r"DeepseekV3Config has no router loss.*set train\.router_balance: bias"):
+    with pytest.raises(
+        RecipeError, match=r"DeepseekV3ForCausalLM .*adds no router loss.*set train\.router_balance: bias"
+    ):
         router_balance.decided(deepseek(train={"router_balance": "loss"}))
 
 

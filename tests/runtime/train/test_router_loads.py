@@ -38,8 +38,7 @@ def test_experts_that_all_tokens_need_have_not_collapsed():
 
 
 def test_three_readings_in_a_row_tell_and_once():
-    reader = router_loads.of_model(build(generated=True))
-    assert reader is not None
+    reader = router_loads.RouterLoads(build(generated=True))
     bad, good = loads([500, 500, 0, 0]), loads([250, 250, 250, 250])
     told = [reader.warning(one) for one in (bad, bad, good, bad, bad, bad, bad)]
     assert [text is not None for text in told] == [False] * 5 + [True, False]
@@ -56,7 +55,7 @@ def test_the_advice_is_for_what_the_config_has():
     assert router_loads.remedy(with_bias).startswith(
         "move the selection bias of its routers: train.router_balance: bias; or"
     )
-    assert "raise train.router_bias.rate" in router_loads.remedy(with_bias, moves_biases=True)
+    assert "raise train.router_bias.rate" in router_loads.remedy(with_bias, "bias")
 
 
 def test_the_picture_has_a_row_for_each_layer_and_a_shade_for_each_load():
