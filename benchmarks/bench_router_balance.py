@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/bench_router_balance.py            # one CPU rank, a minute for each case
 
-`recipes/qwen3_moe_toy.yaml` (8 experts, 2 per token, so 4 times the even share is the worst) with 4 batches a step, and the same sizes
-as a `deepseek_v3`, whose routers have a bias for selection alone. The loss is an evaluation's, without the loss of the routers.
+`recipes/qwen3_moe_toy.yaml` (8 experts, 2 per token: 4 times the even share is the worst) with 4 batches a step, and a model of
+these sizes as `deepseek_v3`, whose routers have a bias for selection alone. The loss is an evaluation's at the end, on text of the
+same source, without the loss of the routers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from patchgen.runtime.train import run_log
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results_router_balance.csv")
-COLUMNS = ("date", "versions", "commit", "model", "balance", "steps", "held_out", "busiest")
+COLUMNS = ("date", "versions", "commit", "model", "balance", "steps", "eval_loss", "busiest")
 LAST = 10
 """Steps over which the load of the busiest expert of any layer is averaged, at the end."""
 DEEPSEEK = {
@@ -65,8 +66,8 @@ def measure(model_type: str, settings: dict[str, object], steps: int, folder: Pa
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     entries = run_log.read(folder)
     loads = [entry["expert_load"] for entry in entries if "expert_load" in entry][-LAST:]
-    held_out = next(entry["eval_loss"] for entry in reversed(entries) if "eval_loss" in entry)
-    return {"held_out": round(held_out, 4), "busiest": round(statistics.mean(loads), 2)}
+    loss = next(entry["eval_loss"] for entry in reversed(entries) if "eval_loss" in entry)
+    return {"eval_loss": round(loss, 4), "busiest": round(statistics.mean(loads), 2)}
 
 
 def main() -> None:

@@ -85,9 +85,10 @@ def switched_on(recipe: Recipe, model: PreTrainedModel) -> Iterator[None]:
             setattr(config, name, before[name])
 
 
-def has_router_loss(config: PreTrainedConfig) -> bool:
-    """Whether the model of a text config can add a loss of its routers."""
-    return getattr(config, SWITCH, None) is not None and getattr(config, COEFFICIENT, None) is not None
+def has_router_loss(model_class: type[nn.Module], config: PreTrainedConfig) -> bool:
+    """Whether a model with this text config can add a loss of its routers: the config has the fields, the forward the switch."""
+    has_fields = getattr(config, SWITCH, None) is not None and getattr(config, COEFFICIENT, None) is not None
+    return has_fields and SWITCH in signature(model_class.forward).parameters
 
 
 def require_possible(recipe: Recipe, model: PreTrainedModel) -> None:
@@ -114,7 +115,7 @@ def summary(recipe: Recipe, model: PreTrainedModel) -> str:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         how = "by" if options.by == "sign" else "by up to the error of its load times"
         return f"a bias per expert, moved after each step {how} {options.rate:g}: {names[0]}{more}"
-    if balance == "loss" or (has_router_loss(text) and getattr(text, SWITCH)):
+    if balance == "loss" or (has_router_loss(type(model), text) and getattr(text, SWITCH)):
         why = ", since the experts start from random weights (train.router_balance: none declines)"
         return f"the router loss, coefficient {getattr(text, COEFFICIENT):g}{why if balance == 'loss' and is_random else ''}"
     if not is_random:
@@ -135,10 +136,10 @@ def _starts_unbalanced(recipe: Recipe) -> bool:
 
 
 def _adds_router_loss(recipe: Recipe) -> bool:
-    """Whether the recipe's model takes the switch and adds the loss; a new head over the base model does not."""
+    """Whether the recipe's model adds the loss; a new head over the base model does not."""
     head, _ = _head_and_config(recipe)
     has_own_head = choose.objective_of(recipe.objective).head is None
-    return has_own_head and has_router_loss(_text_config(recipe)[0]) and SWITCH in signature(head.forward).parameters
+    return has_own_head and has_router_loss(head, _text_config(recipe)[0])
 
 
 def _has_experts(recipe: Recipe) -> bool:
@@ -196,7 +197,7 @@ def _require_biases(model: PreTrainedModel, biases: Mapping[str, str]) -> None:
     if not biases:
         instead = (
             "train.router_balance: loss, which balances them by the router loss of the config"
-            if has_router_loss(model.config.get_text_config())
+            if has_router_loss(type(model), model.config.get_text_config())
             else "none; this model has no router loss either"
         )
         raise RecipeError(

@@ -145,7 +145,7 @@ def remedy(model: PreTrainedModel, balance: str | None = None) -> str:
     if balance == "bias":
         return f"raise train.router_bias.rate, or train.router_bias.bound if it is set; or {slower}."
     ways = []
-    if router_balance.has_router_loss(config):
+    if router_balance.has_router_loss(type(model), config):
         ways.append(
             "raise the coefficient of the router's loss, model.overrides: {router_aux_loss_coef: ...} "
             f"(now {config.router_aux_loss_coef:g})"
