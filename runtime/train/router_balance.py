@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from patchgen.runtime import registry
 from patchgen.runtime.attention_kinds import configs_of
 from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import sharding
@@ -137,13 +138,13 @@ def _starts_unbalanced(recipe: Recipe) -> bool:
 
 def _adds_router_loss(recipe: Recipe) -> bool:
     """Whether the recipe's model adds the loss; a new head over the base model does not."""
-    head, _ = _head_and_config(recipe)
+    _, head, _ = _configs_and_head(recipe)
     has_own_head = choose.objective_of(recipe.objective).head is None
     return has_own_head and has_router_loss(head, _text_config(recipe)[0])
 
 
 def _has_experts(recipe: Recipe) -> bool:
-    head, config = _head_and_config(recipe)
+    _, head, config = _configs_and_head(recipe)
     with torch.device("meta"):
         model = head._from_config(copy.deepcopy(config), attn_implementation="eager")
     return bool(sharding.expert_paths(model))
@@ -153,7 +154,7 @@ def _with_coefficient(recipe: Recipe) -> ModelConfig:
     """The section `model` with a coefficient of the router loss."""
     if not _adds_router_loss(recipe):
         raise RecipeError(
-            f"train.router_balance: loss, but {_head_and_config(recipe)[0].__name__} with objective.name = "
+            f"train.router_balance: loss, but {_configs_and_head(recipe)[1].__name__} with objective.name = "
             f"{recipe.objective.name} adds no router loss. To fix: set train.router_balance: bias, if its routers have a bias for "
             "selection alone, or none."
         )
@@ -181,15 +182,19 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 def _text_config(recipe: Recipe) -> tuple[PreTrainedConfig, list[str]]:
     """The config of the recipe's text model, and the names of the fields that lead to it."""
-    whole = models.read_config(recipe.model)
-    _, config = models.find_head_and_config(whole, architecture.register(recipe.model))
+    whole, _, config = _configs_and_head(recipe)
     text = config.get_text_config()  # of an encoder-decoder a copy
     paths = {id(inner): path.split(".") if path else [] for path, inner in configs_of(whole)}
     return (text, paths[id(text)]) if id(text) in paths else (config, paths[id(config)])
 
 
-def _head_and_config(recipe: Recipe) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    return models.find_head_and_config(models.read_config(recipe.model), architecture.register(recipe.model))
+def _configs_and_head(recipe: Recipe) -> tuple[PreTrainedConfig, type[PreTrainedModel], PreTrainedConfig]:
+    """The recipe's config, its generated head, and the config or sub-config that this head takes."""
+    whole = models.read_config(recipe.model)
+    try:
+        return whole, *models.find_head_and_config(whole, architecture.register(recipe.model))
+    except registry.UnknownModelError as error:
+        raise RecipeError(f"model.source = '{recipe.model.source}': {error}") from error
 
 
 def _require_biases(model: PreTrainedModel, biases: Mapping[str, str]) -> None:

@@ -62,8 +62,8 @@ def _unsharded_class(model: nn.Module) -> type[PreTrainedModel]:
 
 
 def _experts_modules(model: nn.Module) -> list[str]:
-    """The path of each experts module."""
-    return sorted({path.rpartition(".")[0] for path in sharding.expert_paths(model)})
+    """The path of each experts module, in the order of the model."""
+    return [*dict.fromkeys(path.rpartition(".")[0] for path in sharding.expert_paths(model))]
 
 
 def _block_of(experts: str) -> str:
@@ -90,7 +90,9 @@ def small_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
 @torch.no_grad()
 def in_small_model(model: PreTrainedModel) -> list[tuple[type[nn.Module], str]]:
     """The classes of blocks around experts, and the name of the bias in each, by trial."""
-    ids = text_cases(model.config, type(model))[0].batch["input_ids"]
+    ids = text_cases(model.config, type(model))[0].batch["input_ids"][
+        :1
+    ]  # classifiers take several rows with padding only
     eager = dict.fromkeys(seams.names(), seams.EAGER)
     with parallel.using(None), seams.using(**eager):
         return [

@@ -8,6 +8,7 @@ from transformers import CONFIG_MAPPING
 
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train import selection_bias
+from patchgen.runtime.train.recipe import from_dict
 from patchgen.runtime.verify.small_config import small_config
 
 BIAS = "e_score_correction_bias"
@@ -37,6 +38,15 @@ def test_the_biases_of_committed_models_are_found(model_type, place, layers):
     found = selection_bias.find(built(model_type))
     assert [*found.values()] == [f"{place.format(layer)}.{BIAS}" for layer in layers]
     assert all(path.endswith(".experts") for path in found)
+
+
+def test_the_bias_of_a_model_with_a_new_head_is_found():
+    """A classifier has no rule for the last token of several rows without a padding token."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "n_routed_experts": 8, "first_k_dense_replace": 1}
+    model = {"source": "deepseek_v3", "overrides": {**sizes, "n_group": 1, "topk_group": 1}}
+    classifier = {"name": "classification", "options": {"num_labels": 2}}
+    built_model = models.build_on_meta(from_dict({"model": model, "data": {}, "objective": classifier}))
+    assert [*selection_bias.find(built_model).values()] == [f"model.layers.1.mlp.gate.{BIAS}"]
 
 
 def test_a_bias_that_also_weighs_the_chosen_experts_is_none():
