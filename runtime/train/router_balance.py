@@ -1,6 +1,6 @@
 """`train.router_balance`: what keeps the experts of a run busy; decided or refused before its ranks start, done after each step.
 
-loss    the config's router loss, switched on
+loss    the router loss of the model, with the coefficient of its config
 bias    after each step, for each expert        b += rate * sign(mean load - its load)
         b is added to the scores by which experts are chosen, and to nothing else (`selection_bias.py`); the load is
         counted over all ranks and micro-batches of the step, in whole numbers, so that b is the same in every layout

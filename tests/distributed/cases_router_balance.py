@@ -1,4 +1,4 @@
-"""Runs whose routers have a bias for selection alone, which is moved after each step; see test_router_balance.py."""
+"""Runs whose routers have a bias for selection alone, which is moved after each step; see test_router_balance_on_ranks.py."""
 
 from __future__ import annotations
 
