@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -107,8 +108,9 @@ def _public(value: Any) -> Any:
     return re.split(r"[/\\]", value.rstrip("/\\"))[-1]
 
 
-def _spread(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The first and the last point, and others between them at even distances."""
+def _spread(series: Sequence[tuple[int, float | None]]) -> list[tuple[int, float]]:
+    """The first and the last point that is finite, and others between them at even distances."""
+    points = [(step, value) for step, value in series if value is not None]
     if len(points) <= KEPT_POINTS:
         return points
     return [points[round(i * (len(points) - 1) / (KEPT_POINTS - 1))] for i in range(KEPT_POINTS)]

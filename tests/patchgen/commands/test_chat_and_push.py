@@ -15,6 +15,7 @@ from invoked import invoke
 from typer.testing import CliRunner
 
 from patchgen.cli import app
+from patchgen.commands import pushing
 from patchgen.errors import ConfigError, PatchgenError
 
 pytest.importorskip("torch")
@@ -185,6 +186,10 @@ def test_a_push_uploads_the_model_and_a_card_of_its_run(run, hub):
     for secret in ("someone", "acme", "token@", str(run.parent)):
         assert secret not in card + "".join(hub.said), secret
     assert "transformers' own class" not in card, "the run had code of its own"
+
+
+def test_a_loss_that_is_not_finite_is_not_in_a_card():
+    assert pushing._spread([(1, 2.0), (2, None), (3, 1.0)]) == [(1, 2.0), (3, 1.0)]
 
 
 def test_a_card_that_is_there_is_kept_and_a_refusal_is_one_error(run, hub, monkeypatch):
