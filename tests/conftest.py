@@ -24,6 +24,16 @@ if not Path("/dev/nvidiactl").exists() and importlib.util.find_spec("triton") is
     import interpreter_loops  # noqa: F401
 
 
+@pytest.fixture(scope="session")
+def browser():
+    """One for all tests of pages; each opens its own."""
+    import chromium
+
+    page = chromium.Page()
+    yield page
+    page.close()
+
+
 @pytest.fixture(autouse=True)
 def seams_as_they_were():
     """A test that configures seams does so for itself, and leaves no implementation, unless it is the first to load seams in its

@@ -135,14 +135,14 @@ def figures(entries: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def curves(entries: list[dict[str, Any]]) -> list[str]:
     """The plots of a log, with one axis of steps for all. What has fewer than two has no plot."""
-    figures: dict[str, dict[str, plots.Points]] = {"loss": {"": series(entries, "loss")}}
+    by_title: dict[str, dict[str, plots.Points]] = {"loss": {"": series(entries, "loss")}}
     if evaluation := series(entries, "eval_loss"):
-        figures["loss"] = {"training": figures["loss"][""], "evaluation": evaluation}
-    figures["loss by source"] = losses_by_source(entries, "sources")
-    figures["evaluation loss by source"] = losses_by_source(entries, "eval_sources")
-    figures |= {name: {"": series(entries, key)} for key, name in PLOTS.items()}
+        by_title["loss"] = {"training": by_title["loss"][""], "evaluation": evaluation}
+    by_title["loss by source"] = losses_by_source(entries, "sources")
+    by_title["evaluation loss by source"] = losses_by_source(entries, "eval_sources")
+    by_title |= {name: {"": series(entries, key)} for key, name in PLOTS.items()}
     shown: dict[str, dict[str, plots.Points]] = {}
-    for title, lines in figures.items():
+    for title, lines in by_title.items():
         drawn = {name: points for name, points in lines.items() if any(value is not None for _, value in points)}
         if max(map(len, drawn.values()), default=0) > 1:
             shown[title] = drawn

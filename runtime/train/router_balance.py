@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from patchgen.runtime import registry
 from patchgen.runtime.attention_kinds import configs_of
+from patchgen.runtime.checkpoint.placement import shard_like
 from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.parallel.expert_load import ExpertLoad, non_zero
@@ -279,14 +280,7 @@ class SelectionBiases:
         else:
             move_E = error_E.double() / num_slots.clamp(min=1)
         rate = options.rate * min(1.0, step / max(1, options.warmup_steps))
-        shard = local(bias)
-        shard.add_(_shard_like(bias, (rate * move_E).view(bias.shape)).to(shard))
+        shard, move = local(bias), (rate * move_E).view(bias.shape)
+        shard.add_((shard_like(move, bias) if isinstance(bias, DTensor) else move).to(shard))
         if options.bound is not None:
             shard.clamp_(-options.bound, options.bound)
-
-
-def _shard_like(tensor: Tensor, full: Tensor) -> Tensor:
-    """This rank's part of `full`, which is the same on every rank, where `tensor` has its own."""
-    if not isinstance(tensor, DTensor):
-        return full
-    return local(distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None))

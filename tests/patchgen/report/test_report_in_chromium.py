@@ -26,13 +26,6 @@ def file(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[chromium.Page]:
-    page = chromium.Page()
-    yield page
-    page.close()
-
-
 @pytest.fixture
 def page(browser, file) -> Iterator[chromium.Page]:
     browser.size(1500, 900)

@@ -58,13 +58,6 @@ def file(tmp_path_factory) -> Path:
     return directory / page.PAGE
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[chromium.Page]:
-    found = chromium.Page()
-    yield found
-    found.close()
-
-
 @pytest.fixture
 def shown(browser, file) -> Iterator[chromium.Page]:
     browser.size(1500, 900)
