@@ -218,6 +218,12 @@ def verify(
     ep: Annotated[int, Option(min=1, help="with --ranks: how many of them share the experts")] = 1,
     fsdp: Annotated[bool, Option("--fsdp", help="with --ranks: shard the parameters over them")] = False,
     outdated: Annotated[bool, Option("--outdated", help="only models whose recorded proof is stale")] = False,
+    config: Annotated[
+        Path | None, Option(help="prove with a small form of this config.json, and keep it beside the model")
+    ] = None,
+    settings: Annotated[
+        Several, Option("--set", help="a field of the small config, as in field=value; repeatable; kept as well")
+    ] = None,
     against: Annotated[
         str | None, Option(help="prove with another release, such as 5.20.0, in its own environment")
     ] = None,
@@ -233,6 +239,7 @@ def verify(
     if against is not None:
         others = {"--directory": directory, "--head": head, "--ranks": ranks > 1, "--outdated": outdated}
         others |= {"--sp": sp > 1, "--ep": ep > 1, "--fsdp": fsdp, "--code": code, "--generated": generated}
+        others |= {"--config": config, "--set": settings}
         if conflicts := [name for name, value in others.items() if value]:
             what = "proves the first head of committed files as they are, in one process"
             raise ConfigError(f"--against {what}. To fix: omit {', '.join(conflicts)}.")
@@ -245,7 +252,7 @@ def verify(
         raise ConfigError("--sp, --ep and --fsdp lay out several ranks. To fix: give their number, as in --ranks 4.")
     layout = commands.proof.Layout(ranks, sp=sp, ep=ep, fsdp=fsdp) if ranks > 1 else None
     options = {"every": every, "directory": directory, "head": head, "outdated": outdated}
-    options |= {"code": code, "generated_folder": generated}
+    options |= {"code": code, "generated_folder": generated, "config": config, "settings": settings or []}
     raise typer.Exit(commands.proof.verify(models or [], layout, **options))
 
 

@@ -51,7 +51,9 @@ def _is_hand_written(module: nn.Module, parent: nn.Module) -> bool:
     names = _parameters(module)
     if not names or next(iter(names)) not in SEQUENCE_DIMS or MASK not in names:
         return False
-    forwards_mask = any(MASK in _parameters(child) for child in list(module.modules())[1:])
+    inside = list(module.modules())[1:]
+    # A mask in `**kwargs` reaches the attention that reads transformers' table.
+    forwards_mask = any(MASK in _parameters(child) or _uses_attention_table(type(child)) for child in inside)
     parent_names = {
         name for name, parameter in _parameters(parent).items() if parameter.kind is not parameter.VAR_KEYWORD
     }

@@ -63,11 +63,12 @@ def _files(subject: GeneratedModel) -> tuple[Path | None, Path]:
 
 def _tried(subject: GeneratedModel, head: str) -> str:
     """The small config that the proof builds the head with, as source."""
-    from patchgen.runtime.verify.small_config import REFUSALS, SmallConfigError, small_config
+    from patchgen.runtime.verify import given_config
+    from patchgen.runtime.verify.small_config import REFUSALS, SmallConfigError
 
     try:
         config_class = getattr(subject.upstream(), head).config_class
-        overrides = small_config(config_class).overrides
+        overrides = given_config.read(subject.directory).small_config(config_class).overrides
     except (SmallConfigError, *REFUSALS, ImportError, NameError) as error:
         return f"none could be made: {_one_line(str(error))}"
     text = f"{config_class.__name__}({', '.join(f'{name}={value!r}' for name, value in overrides.items())})"
@@ -83,8 +84,9 @@ def _advice(error: Exception, *, in_generated: bool) -> str:
             "report it with this message; until then leave the pass out that wrote this line (`expect` in the config)"
         )
     return (
-        "mend the file so that its class builds and computes a loss with this config, or change the defaults of its "
-        f"configuration; `patchgen inspect FILE` and {mends.PAGE} list what transformers 5 no longer has"
+        "mend the file so that its class builds and computes a loss with this config, or verify it with another: "
+        "`--set field=value`, or `--config config.json` of a checkpoint; `patchgen inspect FILE` and "
+        f"{mends.PAGE} list what transformers 5 no longer has"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,14 +30,19 @@ def verify(
     outdated: bool,
     code: str | None,
     generated_folder: str | None,
+    config: Path | None = None,
+    settings: Sequence[str] = (),
 ) -> int:
     """Proves models in one process and on two ranks, or in one layout of ranks, against upstream's class; 0 if all are proven.
 
     Prints a table and writes `verify.json` or `verify_ranks.json` for each; with `every` also the pages over all models.
     With a directory, only its file is proven, and nothing is written elsewhere. A model that was generated from a user's
-    file is compared with that file, which `code` or the project names.
+    file is compared with that file, which `code` or the project names. `config` and `settings` are kept as the values of the
+    model's small config, for this proof and for later ones.
     """
     subjects = _subjects(models, every=every, directory=directory, code=code, generated_folder=generated_folder)
+    if config is not None or settings:
+        _keep_given_values(subjects, config, settings)
     if outdated:
         layout_name = layout.name if layout else IN_ONE_PROCESS
         subjects = [subject for subject in subjects if not records.proof_holds(subject.name, layout_name)]
@@ -46,6 +51,21 @@ def verify(
         models_page.write()
         support_matrix.write()
     return 0 if all(proven) else 1
+
+
+def _keep_given_values(subjects: list[GeneratedModel], config: Path | None, settings: Sequence[str]) -> None:
+    """Writes `--config` and `--set` beside the one model that is proven."""
+    from patchgen.runtime.verify import given_config
+
+    if len(subjects) != 1:
+        raise ConfigError(
+            f"--config and --set are values for the small config of one model, and {len(subjects)} are proven. To fix: name one."
+        )
+    try:
+        path = given_config.write(subjects[0].directory, config, settings)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    console.print(f"small config: values from {path}, also for later proofs and runs; delete it to derive them again")
 
 
 @contextlib.contextmanager
@@ -65,7 +85,7 @@ def _refusals_of(subject: GeneratedModel) -> Generator[None, None, None]:
 
 def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
     """Whether each model is proven, once its proof is written."""
-    from patchgen.runtime.verify import merged_source, proof_table, report, two_ranks
+    from patchgen.runtime.verify import proof_table, report, two_ranks
     from patchgen.runtime.verify.ranks import CaseFailed
     from patchgen.runtime.verify.verify_model import verify_model
 
@@ -76,7 +96,7 @@ def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
         with _refusals_of(subject), file_errors.told(subject, head):
             proof = verify_model(subject, head=head)
         try:
-            proof = two_ranks.complete(proof, merged_source.for_ranks(subject))
+            proof = two_ranks.complete(proof, subject)
         except CaseFailed as failure:
             console.print(
                 f"error: {subject.name} could not be compared on two processes of this machine, and its record stays as it was: "
@@ -93,7 +113,7 @@ def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
 
 def _prove_on_ranks(subjects: list[GeneratedModel], layout: Layout, head: str | None) -> Iterator[bool]:
     """Whether each model is proven on gloo ranks, once the result is written."""
-    from patchgen.runtime.verify import media_ranks, merged_source, rank_report, report
+    from patchgen.runtime.verify import media_ranks, rank_report, report
     from patchgen.runtime.verify.ranks import RankPool
 
     sources = records.current_key()
@@ -103,7 +123,7 @@ def _prove_on_ranks(subjects: list[GeneratedModel], layout: Layout, head: str | 
                 subject.upstream()  # a missing source fails here, not on every rank
                 training = report.read_training(subject.directory, subject.file, head or subject.heads[0])
                 results = media_ranks.verify_on_ranks(
-                    merged_source.for_ranks(subject),
+                    subject,
                     pool,
                     sp=layout.sp,
                     ep=layout.ep,

@@ -149,7 +149,8 @@ def _make_units(
         reshard_after_forward=options.reshard_after_forward,
         mp_policy=MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype),
         offload_policy=offload,
-        ignored_params=set(fp32_beside),
+        # torch cannot gather a parameter without elements.
+        ignored_params={*fp32_beside, *(parameter for parameter in model.parameters() if not parameter.numel())},
     )
     # Units inside a layer do not cast their inputs: the layer did, and upstream's code decides what it widens, routing
     # weights for example.

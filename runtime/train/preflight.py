@@ -39,15 +39,16 @@ from patchgen.runtime.parts import UnknownPartError, part_files
 from patchgen.runtime.train import architecture, attention_choice, data_check, modalities, router_balance
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
-from patchgen.runtime.verify import merged_source, report, verdict
+from patchgen.runtime.verify import given_config, report, verdict
 from patchgen.runtime.verify.comparison import train_step
+from patchgen.runtime.verify.given_config import GivenConfig
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.observe.facts import Fact, from_records, reason_against
 from patchgen.runtime.verify.ranks import CaseFailed
-from patchgen.runtime.verify.shrink import shrink, why_padding_has_no_row, with_dropout
+from patchgen.runtime.verify.shrink import why_padding_has_no_row, with_dropout
 from patchgen.runtime.verify.slices import refusal_on_ranks
-from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS, SmallConfigError, small_config
+from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS, SmallConfig, SmallConfigError
 from patchgen.runtime.verify.training_path import cpu_attention, prove_training_path
 from patchgen.runtime.verify.two_ranks import compare_on_two_ranks
 from patchgen.runtime.verify.verify_model import judge
@@ -141,7 +142,7 @@ def _refusal_on_ranks(recipe: Recipe, attention_name: Names, *, shares_sequence:
     head, config = _head_and_config(recipe)
     attention_name = cpu_attention(attention_name, attention_choice.kinds_of(head, config), config)
     attention.register()
-    small = _shrunk_config(head, config)
+    small = _shrunk_config(head, config, given_config.of_class(head))
     model = head._from_config(small, attn_implementation=attention_name, dtype=torch.float32)
     return refusal_on_ranks(model, shares_sequence=shares_sequence)
 
@@ -168,8 +169,7 @@ def two_ranks_refusal(recipe: Recipe, separates: DocumentSeparation) -> str:
         reasons = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         try:
             missing = [layout for layout in layouts if layout not in reasons]
-            reference = merged_source.for_ranks(generated)
-            found = compare_on_two_ranks(reference, head.__name__, separates=separates, layouts=missing)
+            found = compare_on_two_ranks(generated, head.__name__, separates=separates, layouts=missing)
         except CaseFailed as failure:
             raise RecipeError(
                 f"model.source = '{recipe.model.source}': it could not be compared on two processes of this machine, as a run on "
@@ -250,16 +250,17 @@ def _decide(
 ) -> tuple[Preflight, tuple[Kind, ...]]:
     """The verdict, and the attention features that each kind of layer needs."""
     generated = architecture.generated_model_of(head)
-    upstream_class = _upstream_class(generated, head)
+    upstream_class, given = _upstream_class(generated, head), given_config.read(generated.directory)
     if upstream_class is not None:
         type_verdict, training = _type_verdict(generated, head)
         if type_verdict.status != verdict.PROVEN:
             return Preflight(type_verdict.status, type_verdict.reason, ""), ()
-        if training is not None and not named_attention and not any(named_seams.values()) and _is_default(config):
+        is_chosen = bool(named_attention) or any(named_seams.values())
+        if training is not None and not is_chosen and _is_default(config, given):
             observed = _with_effect(from_records(training.get("observed", ())))
             decision = Preflight(type_verdict.status, "", "", training["separates_documents"], facts=observed)
             return decision, report.read_kinds(training)
-    small = _shrunk_config(upstream_class or head, config)
+    small = _shrunk_config(upstream_class or head, config, given)
     proof = prove_training_path(
         upstream_class,
         head,
@@ -290,7 +291,7 @@ def with_modalities(decision: Preflight, head: type[PreTrainedModel], config: Pr
     pairs = modalities.separate_pairs(
         reference,
         head,
-        _shrunk_config(reference, config),
+        _shrunk_config(reference, config, given_config.of_class(head)),
         attention_name=decision.attention,
         separates_documents=decision.separates_documents,
     )
@@ -310,31 +311,35 @@ def _type_verdict(
     """The verdict on a head and the record of its training path: the recorded one if it applies here, else computed now."""
     assert head.config_class is not None, "a generated head names its configuration"
     recorded = report.read_training(generated.directory, generated.file, head.__name__)
-    if recorded is not None and _has_current_attention(recorded, head.config_class):
+    if recorded is not None and _has_current_attention(
+        recorded, given_config.read(generated.directory).small_config(head.config_class)
+    ):
         return verdict.Verdict(verdict.PROVEN), recorded
     type_verdict, proof = judge(generated, head=head.__name__, implementations=IMPLEMENTATIONS)
     training = proof.training if proof is not None else None
     return type_verdict, report.training_record(training) if training is not None else None
 
 
-def _has_current_attention(recorded: TrainingRecord, config_class: type[PreTrainedConfig]) -> bool:
+def _has_current_attention(recorded: TrainingRecord, small: SmallConfig) -> bool:
     """Whether a recorded comparison ran with the attention that would be chosen on a CPU now."""
-    chosen = attention_kinds.choose(report.read_kinds(recorded), small_config(config_class).config, device_type="cpu")
+    chosen = attention_kinds.choose(report.read_kinds(recorded), small.config, device_type="cpu")
     return chosen == recorded["compared_with"]
 
 
-def _is_default(config: PreTrainedConfig) -> bool:
+def _is_default(config: PreTrainedConfig, given: GivenConfig) -> bool:
     """Whether a config shrinks to the one that its type was proven with."""
     try:
-        return shrink(config).config.to_dict() == small_config(type(config)).config.to_dict()
+        return given.shrink(config).config.to_dict() == given.small_config(type(config)).config.to_dict()
     except SmallConfigError:  # told by `_shrunk_config`
         return False
 
 
-def _shrunk_config(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+def _shrunk_config(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, given: GivenConfig
+) -> PreTrainedConfig:
     """A config of the same options at small sizes; if the model refuses it, warns and returns one with its class's defaults."""
     try:
-        small = shrink(config).config
+        small = given.shrink(config).config
         train_step(build_model(model_class, small), text_cases(small, model_class)[0])
     except UPSTREAM_REFUSALS as refusal:
         reraise_machine_failure(refusal)
@@ -344,7 +349,7 @@ def _shrunk_config(model_class: type[PreTrainedModel], config: PreTrainedConfig)
             f"{type(config).__name__} with its defaults, not the options set here.",
             stacklevel=2,
         )
-        return small_config(type(config)).config
+        return given.small_config(type(config)).config
     return small
 
 
@@ -381,9 +386,10 @@ def _cache_key(
 
 
 def _file_hashes(head: type[PreTrainedModel], config: PreTrainedConfig) -> list[str]:
-    """Of the generated files that a head and its parts are from, and of the configurations beside them."""
+    """Of the generated files that a head and its parts are from, and of the configurations and given values beside them."""
     modules = [architecture.file_of(head), *part_files(head, config)]
     files = [file for module in modules for file in sorted(module.parent.glob("*.py"))]
+    files += [file for module in modules if (file := module.with_name(given_config.FILE_NAME)).is_file()]
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 

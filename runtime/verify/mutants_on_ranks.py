@@ -41,6 +41,7 @@ from patchgen.runtime.verify.changed_modules import changed_module
 from patchgen.runtime.verify.changed_upstream import raises_too, training_conditions
 from patchgen.runtime.verify.comparison import Step, compare_gradients, difference, name_of_worst
 from patchgen.runtime.verify.conditioning import beyond_rounding
+from patchgen.runtime.verify.given_config import GivenConfig
 from patchgen.runtime.verify.kept_state import state_kept
 from patchgen.runtime.verify.layout import Layout
 from patchgen.runtime.verify.media_ranks import PACKED, case_inputs, step_on_ranks
@@ -248,7 +249,7 @@ def _fails_without_labels(reference: _Reference) -> str:
 def _takes_training_rows(upstream_class: type[PreTrainedModel]) -> bool:
     """Whether upstream's changed class takes the rows of a run: it may fail on lengths that it was not tried with."""
     try:
-        training_choices(upstream_class, upstream_class, training_config(upstream_class))
+        training_choices(upstream_class, upstream_class, training_config(upstream_class, GivenConfig()))
     except Exception as error:
         reraise_machine_failure(error)
         return False

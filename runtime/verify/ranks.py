@@ -48,10 +48,12 @@ class CaseFailed(AssertionError):
 
     @property
     def first_error(self) -> str:
-        """The first line of the first exception, or which ranks did not end; at most 200 characters."""
+        """The first line of the first exception, if possible not of a rank that only waited for another, or which ranks did not
+        end; at most 200 characters."""
         text = str(self)
         skipped = (" ", "rank ", "ranks ", "Traceback")
         lines = [line for line in text.splitlines() if line and not line.startswith(skipped)]
+        lines.sort(key=lambda line: any(waited in line for waited in WAITED))
         return (lines[0] if lines else text.strip())[:200]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,17 +102,16 @@ def reset_rope_deltas(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _recorded_router_loss(model: nn.Module, functions: Sequence[str]) -> Iterator[RouterLossCall]:
-    """Within the block the router loss of upstream's module returns zero and records its call."""
+    """Within the block the router loss of upstream's module returns zero and records its call. The forward of a class may be
+    inherited, and then its function is one of its parent's module."""
     call = RouterLossCall(torch.zeros((), requires_grad=True))
-    module = sys.modules[type(model).__module__]
-    originals = {name: function for name in functions if inspect.isfunction(function := getattr(module, name, None))}
-    for name, original in originals.items():
-        setattr(module, name, _recording(call, original))
-    try:
+    modules = dict.fromkeys(sys.modules[cls.__module__] for cls in type(model).__mro__)
+    with contextlib.ExitStack() as replaced:
+        for module, name in itertools.product(modules, functions):
+            if inspect.isfunction(original := getattr(module, name, None)):
+                replaced.callback(setattr, module, name, original)
+                setattr(module, name, _recording(call, original))
         yield call
-    finally:
-        for name, original in originals.items():
-            setattr(module, name, original)
 
 
 def _recording(call: RouterLossCall, original: Any) -> Any:

@@ -20,12 +20,13 @@ from patchgen.runtime.document_rows import DocumentSeparation
 from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.verify import reference_loss
+from patchgen.runtime.verify import given_config, reference_loss
 from patchgen.runtime.verify.correspondence import Correspondence, correspondence
+from patchgen.runtime.verify.given_config import GivenConfig
 from patchgen.runtime.verify.media_samples import Sample, SampleBuilder
 from patchgen.runtime.verify.model_pair import build_model, config_class_of, perturb
 from patchgen.runtime.verify.multimodal_inputs import REFUSALS, takes_media
-from patchgen.runtime.verify.small_config import set_router_loss, small_config
+from patchgen.runtime.verify.small_config import set_router_loss
 from patchgen.runtime.verify.training_checks import Comparison
 from patchgen.runtime.verify.training_path import attention_requirements, cpu_attention
 
@@ -93,9 +94,9 @@ def switch_dropout_off(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def training_config(upstream_class: type[PreTrainedModel]) -> PreTrainedConfig:
+def training_config(upstream_class: type[PreTrainedModel], given: GivenConfig) -> PreTrainedConfig:
     """A small config as a run has it: no cache, and the router loss if the model has one."""
-    config = small_config(config_class_of(upstream_class)).config
+    config = given.small_config(config_class_of(upstream_class)).config
     set_router_loss(config, True)
     for part in (config, config.get_text_config(decoder=True)):
         part.use_cache = False
@@ -125,7 +126,7 @@ class ReferenceModel:
         module = importlib.import_module(upstream_module) if upstream_module else generated.upstream()
         self.upstream_class = getattr(module, head)
         self.generated_class = getattr(generated.load(), head)
-        self.config = training_config(self.upstream_class)
+        self.config = training_config(self.upstream_class, given_config.read(generated.directory))
         self.router_functions = router_functions(generated.directory)
         choices = training_choices(self.upstream_class, self.generated_class, self.config)
         self.attention, self.seams, self.separates = choices

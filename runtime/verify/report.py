@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from patchgen.runtime.attention_kinds import Kind
 from patchgen.runtime.compatibility import digest
-from patchgen.runtime.verify import source_closure, verdict
+from patchgen.runtime.verify import given_config, source_closure, verdict
 from patchgen.runtime.verify.comparison import Difference
 from patchgen.runtime.verify.observe import facts
 from patchgen.runtime.verify.proof import Proof
@@ -65,8 +65,10 @@ def write_proof(
 
 
 def _copied_files(directory: Path, model: str) -> dict[str, str]:
-    """Hashes of the files that were copied along with a generated file: a configuration of the user's own."""
-    files = (file for file in sorted(directory.glob("*.py")) if file.name != f"modeling_{model}.py")
+    """Hashes of what lies beside a generated file and decides what is proven: a configuration of the user's own, values of the
+    small config."""
+    files = [file for file in sorted(directory.glob("*.py")) if file.name != f"modeling_{model}.py"]
+    files += [path] if (path := directory / given_config.FILE_NAME).is_file() else []
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 

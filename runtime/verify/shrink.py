@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from patchgen.runtime.verify import field_semantics as sizes
@@ -19,15 +20,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def shrink(config: PreTrainedConfig) -> small.SmallConfig:
+def shrink(
+    config: PreTrainedConfig,
+    variant: Mapping[str, object] = small.NOTHING,
+    *,
+    exact: Mapping[str, Any] = small.NOTHING,
+) -> small.SmallConfig:
     """The small form of a config, without dropout.
+
+    Args:
+        variant: what is set at every level that has the field, as in `small_config.VARIANTS`.
+        exact: fields with the values that they get, whatever the rules would give; nested for sub-configs.
 
     Raises:
         SmallConfigError: the class refuses the small sizes with these options, or a small vocabulary has not as many ids as the
             config has special tokens.
     """
     try:
-        return _shrink(config, small.SpecialIds(min(vocabulary(config) or sizes.VOCAB, sizes.VOCAB)))
+        return _shrink(config, small.SpecialIds(min(vocabulary(config) or sizes.VOCAB, sizes.VOCAB)), variant, exact)
     except NoSpecialId as error:
         raise small.SmallConfigError(type(config), {}, error) from error
 
@@ -51,9 +61,14 @@ def why_padding_has_no_row(config: PreTrainedConfig) -> str:
     )
 
 
-def _shrink(config: PreTrainedConfig, ids: small.SpecialIds) -> small.SmallConfig:
-    makers = {name: functools.partial(_shrink, sub) for name, sub in _sub_configs(config).items()}
-    return small.small_form(type(config), non_default_fields(config), {}, ids, makers)
+def _shrink(
+    config: PreTrainedConfig, ids: small.SpecialIds, variant: Mapping[str, object], exact: Mapping[str, Any]
+) -> small.SmallConfig:
+    makers = {
+        name: functools.partial(_shrink, sub, variant=variant, exact=exact.get(name, {}))
+        for name, sub in _sub_configs(config).items()
+    }
+    return small.small_form(type(config), non_default_fields(config), variant, ids, makers, exact)
 
 
 def non_default_fields(config: PreTrainedConfig) -> dict[str, object]:

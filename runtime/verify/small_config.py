@@ -17,6 +17,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -37,7 +38,7 @@ class SmallConfigError(ValueError):
         self.reason = " ".join(f"{type(cause).__name__}: {cause}".split())
         super().__init__(
             f"{config_class.__name__} refuses a small config: {self.reason}\nTried {dict(overrides)}. "
-            "To fix: add a rule for the field at fault to runtime/verify/field_semantics.py."
+            "To fix: give values that it takes by `patchgen verify MODEL --set field=value`, or a whole config by `--config FILE`."
         )
 
 
@@ -65,6 +66,8 @@ UPSTREAM_REFUSALS = (
     SmallConfigError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError,
 )  # fmt: skip
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
 # What a variant sets, at every level of a composite config that has the field.
 VARIANTS: dict[str, dict[str, object]] = {
     "base": {},
@@ -77,12 +80,15 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
-def small_config(config_class: type[PreTrainedConfig] | str, *, variant: str = "base") -> SmallConfig:
+def small_config(
+    config_class: type[PreTrainedConfig] | str, *, variant: str = "base", exact: Mapping[str, Any] = NOTHING
+) -> SmallConfig:
     """Derives a small config.
 
     Args:
         config_class: upstream's config class, or a model type ("qwen3_moe").
         variant: a key of `VARIANTS`.
+        exact: fields with the values that they get, whatever the rules would give; nested for sub-configs.
 
     Raises:
         SmallConfigError: upstream's class refuses its defaults or the small values; its reason is in the message.
@@ -92,7 +98,7 @@ def small_config(config_class: type[PreTrainedConfig] | str, *, variant: str = "
         from transformers import CONFIG_MAPPING
 
         config_class = CONFIG_MAPPING[config_class]
-    return small_form(config_class, {}, VARIANTS[variant], SpecialIds())
+    return small_form(config_class, {}, VARIANTS[variant], SpecialIds(), exact=exact)
 
 
 def set_router_loss(config: PreTrainedConfig, is_on: bool) -> None:
@@ -102,9 +108,8 @@ def set_router_loss(config: PreTrainedConfig, is_on: bool) -> None:
             part.output_router_logits = is_on
 
 
-def applicable_variants(config_class: type[PreTrainedConfig] | str) -> tuple[str, ...]:
+def applicable_variants(base: PreTrainedConfig) -> tuple[str, ...]:
     """The variants that change a field of this config."""
-    base = small_config(config_class).config
     variants = ["base"]
     if "output_router_logits" in _all_fields(base):
         variants.append("router_logits")
@@ -156,13 +161,16 @@ def small_form(
     variant: Mapping,
     special_ids: SpecialIds,
     sub_configs: Mapping[str, Callable[[SpecialIds], SmallConfig]] | None = None,
+    exact: Mapping[str, Any] = NOTHING,
 ) -> SmallConfig:
     """The small form of `config_class(**given)`; its ids are taken from `special_ids`, after those of its sub-configs.
 
     Args:
         sub_configs: functions that make the small sub-configs; None: from the defaults of the class.
+        exact: fields with the values that they get, whatever the rules would give; nested for sub-configs.
     """
     fields = own_fields(config_class)
+    own_exact = {name: value for name, value in exact.items() if name not in config_class.sub_configs}
     explicit = dict(given) | {name: value for name, value in variant.items() if name in fields}
     if type(declared_value(fields["is_decoder"]) if "is_decoder" in fields else None) is bool:
         # The causal form of a class that is an encoder by default.
@@ -173,12 +181,18 @@ def small_form(
         explicit.setdefault("mlp_only_layers", [0])  # a dense layer beside the sparse ones
     if _needs_window(config_class, fields):
         explicit.setdefault("sliding_window", sizes.WINDOW)
-    sub_configs = _default_sub_configs(config_class, variant) if sub_configs is None else sub_configs
+    sub_configs = _default_sub_configs(config_class, variant, exact) if sub_configs is None else sub_configs
     parts = _parts(config_class, sub_configs, special_ids)
     nested_configs = {key: part.config for key, part in parts.items()}
     overrides: dict[str, Any] = dict(nested_configs)
     unclassified = [f"{key}.{name}" for key, part in parts.items() for name in part.unclassified]
-    prototype = _construct(config_class, explicit | overrides)
+    try:
+        prototype = _construct(config_class, explicit | overrides)
+    except SmallConfigError:  # a field that only checkpoints have, perhaps
+        if not own_exact:
+            raise
+        explicit |= own_exact
+        prototype = _construct(config_class, explicit | overrides)
     values = {name: vars(prototype).get(name) for name in fields}
     own_values, large = _own_values(config_class, explicit, values, set(overrides), special_ids)
     overrides |= own_values
@@ -202,6 +216,7 @@ def small_form(
     rope = small_rope(with_sections(config_class, values.get("rope_parameters")), overrides, values)
     if rope is not None:
         overrides["rope_parameters"] = rope
+    overrides |= own_exact
     config = _construct(config_class, overrides)
     nested: dict[str, object] = {key: part.overrides for key, part in parts.items()}
     return SmallConfig(config, prototype, overrides | nested, tuple(unclassified))
@@ -294,10 +309,10 @@ def _fields(config_class: type[PreTrainedConfig]) -> list[dataclasses.Field]:
 
 
 def _default_sub_configs(
-    config_class: type[PreTrainedConfig], variant: Mapping
+    config_class: type[PreTrainedConfig], variant: Mapping, exact: Mapping[str, Any]
 ) -> dict[str, Callable[[SpecialIds], SmallConfig]]:
     return {
-        key: lambda ids, of=sub_class, arguments=arguments: small_form(of, arguments, variant, ids)
+        key: functools.partial(small_form, sub_class, arguments, variant, exact=exact.get(key, NOTHING))
         for key, (sub_class, arguments) in _sub_configs(config_class).items()
     }
 

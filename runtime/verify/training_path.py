@@ -40,12 +40,12 @@ from patchgen.runtime.document_rows import LEFT, DocumentSeparation
 from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel import ParallelConfig, gloo_groups
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.verify import head_kinds
+from patchgen.runtime.verify import given_config, head_kinds
 from patchgen.runtime.verify.comparison import nan_is_largest
 from patchgen.runtime.verify.model_pair import config_class_of
 from patchgen.runtime.verify.observe import observer
 from patchgen.runtime.verify.observe.facts import Fact
-from patchgen.runtime.verify.shrink import shrink, with_dropout
+from patchgen.runtime.verify.shrink import with_dropout
 from patchgen.runtime.verify.small_config import set_router_loss
 from patchgen.runtime.verify.training_checks import Check, Comparison
 from patchgen.runtime.verify.verdict import one_line_error
@@ -230,7 +230,7 @@ def attention_requirements(
 @functools.lru_cache(maxsize=8)
 def _find_attention_kinds(generated_class: type[PreTrainedModel], config_text: str) -> tuple[Kind, ...]:
     config = config_class_of(generated_class).from_dict(json.loads(config_text))
-    small = shrink(config).config
+    small = given_config.of_class(generated_class).shrink(config).config
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):  # the caller may be a starting run
         comparison = Comparison(generated_class, generated_class, _without_router_loss(small), media=True)

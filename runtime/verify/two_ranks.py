@@ -33,7 +33,7 @@ from patchgen.runtime.document_rows import DocumentSeparation
 from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel import selfcheck, sharding
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.verify import head_kinds, media_ranks
+from patchgen.runtime.verify import given_config, head_kinds, media_ranks
 from patchgen.runtime.verify.comparison import nan_is_largest
 from patchgen.runtime.verify.inputs import IGNORED, text_cases
 from patchgen.runtime.verify.layout import TWO_RANKS, Layout
@@ -199,7 +199,7 @@ def _compare(
     state = state_of(layout.sp, layout.ep)
     generated = find_generated(model)
     generated_class = getattr(generated.load(), head)
-    config = training_config(getattr(generated.upstream(), head))
+    config = training_config(getattr(generated.upstream(), head), given_config.read(generated.directory))
     if layout.ep > 1 and not sharding.expert_paths(build_model(generated_class, config)):
         return {"applies": False}
     if layout.sp > 1 and (refusal := encoder_decoder_refusal(generated_class, layout.sp)):

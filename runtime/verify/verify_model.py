@@ -11,8 +11,9 @@ from torch import Tensor
 from patchgen.runtime import registry
 from patchgen.runtime.compatibility import digest
 from patchgen.runtime.failures import reraise_machine_failure
-from patchgen.runtime.verify import head_kinds, verdict
+from patchgen.runtime.verify import given_config, head_kinds, verdict
 from patchgen.runtime.verify.comparison import train_step
+from patchgen.runtime.verify.given_config import GivenConfig
 from patchgen.runtime.verify.inputs import Case, caller_cases, text_cases
 from patchgen.runtime.verify.model_pair import build_model, config_class_of
 from patchgen.runtime.verify.multimodal_inputs import MediaCases, media_cases, takes_media, without_media
@@ -21,10 +22,10 @@ from patchgen.runtime.verify.proof import Proof, merge, prove
 from patchgen.runtime.verify.reference_model import Subject, find_generated
 from patchgen.runtime.verify.small_config import (
     UPSTREAM_REFUSALS,
+    VARIANTS,
     SmallConfig,
     SmallConfigError,
     applicable_variants,
-    small_config,
 )
 from patchgen.runtime.verify.training_path import TrainingPath, merge_paths, prove_training_path
 
@@ -69,10 +70,11 @@ def verify_model(
     head = _require_class(head or generated.heads[0], generated)
     upstream_class = getattr(generated.upstream(), head)
     generated_class = getattr(generated.load(), head)
-    selected = tuple(variants) if variants is not None else _variants(upstream_class)
+    given = given_config.read(generated.directory)
+    selected = tuple(variants) if variants is not None else _variants(upstream_class, given)
     if not selected:
         raise ValueError("`variants` is empty, so nothing would be proven. To fix: leave it out for all variants.")
-    proof = _over_variants((upstream_class, generated_class), selected, implementations, training_path)
+    proof = _over_variants((upstream_class, generated_class), given, selected, implementations, training_path)
     run = proof.executed_lines | (proof.training.executed_lines if proof.training is not None else frozenset())
     proof.not_run = lines.not_executed(inspect.getfile(generated_class), run)
     proof.model, proof.head = generated.name, head
@@ -89,12 +91,14 @@ def prove_classes(
     implementations: Collection[str] | None = None,
 ) -> Proof:
     """The proof of a class against any other, without the names, hashes and lines of a record; the rest as `verify_model`."""
-    selected = tuple(variants) if variants is not None else _variants(upstream_class)
-    return _over_variants((upstream_class, generated_class), selected, implementations, training_path=True)
+    given = GivenConfig()
+    selected = tuple(variants) if variants is not None else _variants(upstream_class, given)
+    return _over_variants((upstream_class, generated_class), given, selected, implementations, training_path=True)
 
 
 def _over_variants(
     pair: tuple[type[PreTrainedModel], type[PreTrainedModel]],
+    given: GivenConfig,
     selected: Iterable[str],
     implementations: Collection[str] | None,
     training_path: bool,
@@ -108,7 +112,7 @@ def _over_variants(
     refused: dict[str, str] = {}
     for variant in selected:
         try:
-            small = small_config(config_class, variant=BASE if variant in (CHECKPOINTING, EVALUATION) else variant)
+            small = given.small_config(config_class, variant=variant if variant in VARIANTS else BASE)
             head_kinds.with_special_tokens(small.config, kind)
         except SmallConfigError as error:
             if variant in (BASE, CHECKPOINTING, EVALUATION):
@@ -213,7 +217,8 @@ def _upstream_error(generated: registry.GeneratedModel, head: str | None) -> Exc
     try:
         upstream_class = getattr(generated.upstream(), head or generated.heads[0])
         kind = head_kinds.kind_of(upstream_class.__name__)
-        config = head_kinds.with_special_tokens(small_config(upstream_class.config_class).config, kind)
+        given = given_config.read(generated.directory)
+        config = head_kinds.with_special_tokens(given.small_config(upstream_class.config_class).config, kind)
         model = build_model(upstream_class, config)
         media = media_cases(model).cases if takes_media(upstream_class) else ()
         texts = text_cases(config, upstream_class)
@@ -238,10 +243,10 @@ def _training_path(
     return merge_paths(paths) if paths else None
 
 
-def _variants(upstream_class: type) -> tuple[str, ...]:
+def _variants(upstream_class: type, given: GivenConfig) -> tuple[str, ...]:
     if head_kinds.kind_of(upstream_class.__name__) is not None:
         return (BASE,)  # the others concern the base model, which the proof of its language model covers
-    variants = applicable_variants(upstream_class.config_class)
+    variants = applicable_variants(given.small_config(upstream_class.config_class).config)
     if upstream_class.supports_gradient_checkpointing:
         variants = (*variants, CHECKPOINTING)
     return (*variants, EVALUATION) if takes_media(upstream_class) else variants

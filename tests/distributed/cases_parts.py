@@ -7,6 +7,7 @@ from unittest import mock
 
 from patchgen.runtime.parts import parts_of
 from patchgen.runtime.verify import media_ranks, reference_model
+from patchgen.runtime.verify.given_config import GivenConfig
 from patchgen.runtime.verify.small_config import small_config
 
 HEAD = "LlavaForConditionalGeneration"
@@ -16,8 +17,8 @@ def compare(folder: str, text_type: str, names: list[str], **layout: object) -> 
     """The batches through Llava around a text model of that type: loss and worst gradient against upstream's on one rank."""
     own = reference_model.training_config
 
-    def around(upstream_class: type) -> object:
-        config = own(upstream_class)
+    def around(upstream_class: type, given: GivenConfig) -> object:
+        config = own(upstream_class, given)
         config.text_config = small_config(text_type).config
         config.text_config.use_cache = False
         return config

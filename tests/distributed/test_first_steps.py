@@ -25,6 +25,7 @@ from patchgen.runtime.train import model as models
 from patchgen.runtime.train import preflight
 from patchgen.runtime.train.recipe import Recipe, RecipeError, from_dict
 from patchgen.runtime.verify.committed_models import committed
+from patchgen.runtime.verify.given_config import GivenConfig
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.reference_model import training_config
 
@@ -71,7 +72,7 @@ def small_run(name: str, place: Path) -> tuple[Recipe, bool]:
     generated = registry.find_model(name)
     head = next((head for head in generated.heads if head.endswith("ForCausalLM")), generated.heads[0])
     upstream_class = getattr(generated.upstream(), head)
-    config, tokenizer = training_config(upstream_class), byte_tokenizer()
+    config, tokenizer = training_config(upstream_class, GivenConfig()), byte_tokenizer()
     _set_tokens(config, tokenizer)
     model = build_model(upstream_class, config)
     perturb(model)

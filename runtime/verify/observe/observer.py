@@ -28,7 +28,7 @@ PRIMES = (37, 41, 43, 47, 53, 59, 61, 67, 71, 31, 29, 23, 19, 17, 13)
 def prime_length(model: nn.Module, most: int | None) -> int:
     """A length of at most `most` that divides no size of a parameter, so that a size that it divides is one of the sequence; 0 if
     there is none."""
-    sizes = {size for parameter in model.parameters() for size in parameter.shape}
+    sizes = {size for parameter in model.parameters() for size in parameter.shape if size}
     primes = (prime for prime in PRIMES if most is None or prime <= most)
     return next((prime for prime in primes if all(size % prime for size in sizes)), 0)
 

@@ -97,13 +97,13 @@ def test_special_ids_lie_in_the_small_vocabulary(model_type):
 
 
 def test_variants_set_what_the_config_knows():
-    assert applicable_variants("qwen3_moe") == ("base", "router_logits", "tied", "window")
-    assert applicable_variants("mistral") == ("base", "tied", "no_window")
+    assert applicable_variants(small_config("qwen3_moe").config) == ("base", "router_logits", "tied", "window")
+    assert applicable_variants(small_config("mistral").config) == ("base", "tied", "no_window")
     assert small_config("qwen3_moe", variant="router_logits").config.output_router_logits is True
     assert small_config("qwen3_moe", variant="window").config.sliding_window == sizes.WINDOW
     assert small_config("qwen3_moe").config.sliding_window is None
     assert set(small_config("qwen3", variant="window").config.layer_types) == {"full_attention", "sliding_attention"}
-    assert "experts" in applicable_variants("gemma4_text")
+    assert "experts" in applicable_variants(small_config("gemma4_text").config)
     assert small_config("gemma4_text", variant="experts").config.num_experts == sizes.EXPERTS
     assert small_config("gemma2", variant="untied").config.tie_word_embeddings is False
     assert small_config(

@@ -1,0 +1,103 @@
+"""Values that a user gives the small config of one generated model: `small_config.json` beside its file.
+
+    patchgen verify my_moe --set num_key_value_heads=4 --set text_config.hidden_size=96
+    patchgen verify my_moe --config checkpoint/config.json
+
+    {"config": {...}, "set": {"num_key_value_heads": 4, "text_config": {"hidden_size": 96}}}
+
+`config` is the content of a `config.json`, which is made small as the config of a run is (`shrink.py`); without it the small
+config is derived from the defaults of the class. The values of `set` stay as they are. Every small form of the model follows the
+file: those of `verify`, in one process and on ranks, and those of the proof before a run.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from patchgen.runtime.verify import shrink
+from patchgen.runtime.verify.small_config import REFUSALS, VARIANTS, SmallConfig, SmallConfigError, small_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+FILE_NAME = "small_config.json"
+
+
+@dataclass(frozen=True)
+class GivenConfig:
+    """What `small_config.json` holds; empty: small configs are derived from their classes alone."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    exact: Mapping[str, Any] = field(default_factory=dict)
+
+    def small_config(self, config_class: type[PreTrainedConfig], *, variant: str = "base") -> SmallConfig:
+        """As `small_config.small_config`, from the given values.
+
+        Raises:
+            SmallConfigError: the class refuses them.
+        """
+        if not self.config:
+            return small_config(config_class, variant=variant, exact=self.exact)
+        try:
+            config = config_class.from_dict(copy.deepcopy(dict(self.config)))
+        except REFUSALS as error:
+            raise SmallConfigError(config_class, self.config, error) from error
+        return shrink.shrink(config, VARIANTS[variant], exact=self.exact)
+
+    def shrink(self, config: PreTrainedConfig) -> SmallConfig:
+        """The small form of a run's config, as `shrink.shrink`, with the values of `exact`."""
+        return shrink.shrink(config, exact=self.exact)
+
+
+def read(directory: Path) -> GivenConfig:
+    """The values given for the model that was generated into a folder."""
+    path = directory / FILE_NAME
+    if not path.is_file():
+        return GivenConfig()
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or not {*content} <= {"config", "set"}:
+        raise ValueError(f'{path}: expected {{"config": {{...}}, "set": {{...}}}}, found {str(content)[:200]}.')
+    return GivenConfig(content.get("config", {}), content.get("set", {}))
+
+
+def of_class(generated_class: type) -> GivenConfig:
+    """The values given for the model whose generated file defines a class."""
+    return read(Path(inspect.getfile(generated_class)).parent)
+
+
+def write(directory: Path, config: Path | None, settings: Sequence[str]) -> Path:
+    """Writes the values of `--config` and `--set` and returns the file's path.
+
+    Args:
+        config: a `config.json`; None: the defaults of the class.
+        settings: `field=value`, the value in YAML; `part.field=value` for a sub-config.
+
+    Raises:
+        ValueError: a setting is not of that form, or the file is no JSON object.
+    """
+    content: dict[str, Any] = {}
+    if config is not None:
+        values = json.loads(config.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError(f"{config}: expected a config.json with an object, found {type(values).__name__}.")
+        content["config"] = values
+    for setting in settings:
+        name, separator, value = setting.partition("=")
+        if not separator or not name:
+            raise ValueError(f"--set {setting}: expected field=value, as in --set num_key_value_heads=4.")
+        place = content.setdefault("set", {})
+        *parts, last = name.split(".")
+        for part in parts:
+            place = place.setdefault(part, {})
+        place[last] = yaml.safe_load(value)
+    path = directory / FILE_NAME
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,44 @@
+"""`verify --set` and `--config`: values for the small config of a model whose class refuses the derived ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from invoked import invoke
+
+from patchgen.errors import ConfigError
+from patchgen.runtime.verify import given_config
+
+SOURCE = Path(__file__).parents[1] / "data" / "list_moe"
+REFUSES_OTHERS = """
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        if self.hidden_size % 48:
+            raise ValueError("hidden_size is no multiple of 48")
+"""
+
+
+def test_values_for_several_models_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="2 are proven"):
+        invoke("verify", "qwen3", "qwen3_moe", "--set", "hidden_size=96", "--generated", str(tmp_path))
+
+
+@pytest.mark.slow  # a whole proof, on two ranks as well
+def test_a_config_class_that_refuses_the_derived_sizes(tmp_path):
+    """Its error says what to set; the proof with it is recorded, and is of this file of values alone."""
+    code = Path(shutil.copytree(SOURCE, tmp_path / "list_moe", ignore=shutil.ignore_patterns("__pycache__")))
+    configuration = code / "configuration_list_moe.py"
+    configuration.write_text(
+        configuration.read_text().replace("hidden_size: int = 32", "hidden_size: int = 192") + REFUSES_OTHERS
+    )
+    output = tmp_path / "generated"
+    invoke("generate", "list_moe", "--source", str(code), "--output", str(output))
+    arguments = ("verify", "--code", str(code), "--generated", str(output))
+    with pytest.raises(ConfigError, match="no multiple of 48(.|\n)*--set field=value"):
+        invoke(*arguments)
+    assert invoke(*arguments, "--set", "hidden_size=96").exit_code == 0
+    record = json.loads((output / "list_moe" / "verify.json").read_text())
+    assert record["config"]["hidden_size"] == 96 and given_config.FILE_NAME in record["copies"]

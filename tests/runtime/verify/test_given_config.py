@@ -1,0 +1,49 @@
+"""Values that a user gives the small config of a model: kept in a file beside it, and obeyed by every small form."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from patchgen.runtime.verify import given_config
+from patchgen.runtime.verify.shrink import shrink
+from patchgen.runtime.verify.small_config import small_config
+
+
+def test_no_file_changes_nothing(tmp_path):
+    given = given_config.read(tmp_path)
+    assert given.small_config("qwen3_moe").config.to_dict() == small_config("qwen3_moe").config.to_dict()
+    config = CONFIG_MAPPING["qwen3_moe"](num_experts=16)
+    assert given.shrink(config).config.to_dict() == shrink(config).config.to_dict()
+
+
+def test_set_values_stay_as_they_are(tmp_path):
+    given_config.write(tmp_path, None, ["hidden_size=96", "text_config.num_attention_heads=6"])
+    given = given_config.read(tmp_path)
+    assert given.small_config(CONFIG_MAPPING["qwen3_moe"]).config.hidden_size == 96
+    for variant in ("base", "router_logits"):
+        small = given.small_config(CONFIG_MAPPING["qwen3_vl_moe"], variant=variant).config
+        assert small.text_config.num_attention_heads == 6
+    assert given.shrink(CONFIG_MAPPING["qwen3_vl_moe"]()).config.text_config.num_attention_heads == 6
+
+
+def test_a_config_is_made_small_with_its_options(tmp_path):
+    file = tmp_path / "config.json"
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = CONFIG_MAPPING["qwen3_moe"](rope_parameters=yarn, norm_topk_prob=True)
+    file.write_text(json.dumps(config.to_dict()))
+    given_config.write(tmp_path, file, ["num_experts=6"])
+    given = given_config.read(tmp_path)
+    small = given.small_config(type(config)).config
+    assert small.rope_parameters["rope_type"] == "yarn" and small.norm_topk_prob is True
+    assert (small.num_experts, small.hidden_size) == (6, small_config("qwen3_moe").config.hidden_size)
+    assert given.small_config(type(config), variant="router_logits").config.output_router_logits is True
+
+
+@pytest.mark.parametrize("setting", ["hidden_size", "=3"])
+def test_a_setting_of_another_form_is_refused(setting, tmp_path):
+    with pytest.raises(ValueError, match="expected field=value"):
+        given_config.write(tmp_path, None, [setting])
+    assert not (tmp_path / given_config.FILE_NAME).exists()
