@@ -13,6 +13,7 @@ import contextlib
 import datetime
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from typing import Any
 PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.modeling_utils"]
 COLLECTIVE_TIMEOUT = 90.0
 OUT_OF_TIME = "Timed out waiting"  # in the error of a collective of gloo; the others are of ranks whose peer gave up
+_FRAME = re.compile(r'  File "(.*)", line (\d+), in ')
 WAITED = (OUT_OF_TIME, "Connection closed by peer", "Connection reset", "Application timeout caused pair closure")
 
 
@@ -48,13 +50,18 @@ class CaseFailed(AssertionError):
 
     @property
     def first_error(self) -> str:
-        """The first line of the first exception, if possible not of a rank that only waited for another, or which ranks did not
-        end; at most 200 characters."""
-        text = str(self)
-        skipped = (" ", "rank ", "ranks ", "Traceback")
-        lines = [line for line in text.splitlines() if line and not line.startswith(skipped)]
-        lines.sort(key=lambda line: any(waited in line for waited in WAITED))
-        return (lines[0] if lines else text.strip())[:200]
+        """The first line of the first exception with the line of code below which it was raised, if possible not of a rank that
+        only waited for another; or which ranks did not end. At most 200 characters, and the place."""
+        found: list[str] = []
+        place, skipped = "", ("rank ", "ranks ", "Traceback")
+        for line in str(self).splitlines():
+            if (frame := _FRAME.match(line)) and "site-packages" not in line:
+                place = f" ({Path(frame[1]).name} line {frame[2]})"
+            elif line and not line.startswith((" ", *skipped)):
+                found.append(line[:200] + place)
+                place = ""
+        found.sort(key=lambda line: any(waited in line for waited in WAITED))
+        return found[0] if found else str(self).strip()[:200]
 
 
 class RankPool:
