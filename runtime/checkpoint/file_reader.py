@@ -24,6 +24,7 @@ from torch import Tensor
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.finite import is_finite
 from patchgen.runtime.checkpoint.lazy_tensors import Region, region_shape
+from patchgen.runtime.checkpoint.quantised import QuantisedTensor
 from patchgen.runtime.checkpoint.safetensor_files import StoredTensor
 
 STAGING_BYTES = 8 << 20
@@ -116,6 +117,9 @@ class FileReader:
         runs: list[_Run] = []
         staged = 0  # bytes of the staging buffer that `runs` use
         for stored, region, out in reads:
+            if isinstance(stored, QuantisedTensor):
+                problems = self._read_quantised(stored, region, out) | problems
+                continue
             offset_in_tensor, is_one_run = _locate(stored, region)
             num_bytes = out.numel() * stored.dtype.itemsize
             is_direct = _is_direct(stored, out)
@@ -138,6 +142,8 @@ class FileReader:
         """Reads a region; returns the problems, by key. `offset` is the tensor's in the file, if not `stored.offset`."""
         if out.numel() == 0:
             return {}
+        if isinstance(stored, QuantisedTensor):
+            return self._read_quantised(stored, region, out)
         offset = stored.offset if offset is None else offset
         offset_in_tensor, is_one_run = _locate(stored, region)
         if is_one_run:
@@ -165,6 +171,20 @@ class FileReader:
             new_problems = self._read(inner_tensor, region[1:], out[row], offset + (region[0][0] + row) * row_bytes)
             problems = new_problems | problems
         return problems
+
+    def _read_quantised(self, stored: QuantisedTensor, region: Region, out: Tensor) -> dict[str, str]:
+        """Reads the parts of a region, and computes its numbers; returns the problem, by the key of the group."""
+        parts: list[Tensor] = []
+        for part, part_region in stored.reads(region):
+            parts.append(torch.empty(region_shape(part_region), dtype=part.dtype))
+            if problem := self._read(part, part_region, parts[-1]).get(part.name):
+                return {stored.name: problem}
+        numbers = stored.numbers(region, parts)
+        if not is_finite(numbers):
+            return {
+                stored.name: f"{stored.name} in {stored.file} holds NaN, or is infinite with {stored.scales.name}."
+            }
+        return _cast(stored, numbers, out)
 
     def _read_run(self, stored: StoredTensor, offset: int, out: Tensor) -> dict[str, str]:
         if _is_direct(stored, out):
@@ -230,7 +250,8 @@ class FileReader:
 
     def _invalid_values(self, name: str, values: Tensor) -> str:
         """What the values contain that this tensor may not have, in words; "" if nothing."""
-        if not values.is_floating_point() or is_finite(values):
+        # Numbers of one byte are parts of quantised tensors, which are checked when they are computed.
+        if not values.is_floating_point() or values.dtype.itemsize == 1 or is_finite(values):
             return ""
         if bool(values.isnan().any()):
             return "NaN"

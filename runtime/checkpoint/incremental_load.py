@@ -26,7 +26,7 @@ from patchgen.runtime.checkpoint.load import (
     stored_leaves,
 )
 from patchgen.runtime.checkpoint.offline import are_equal
-from patchgen.runtime.checkpoint.safetensor_files import read_folder
+from patchgen.runtime.checkpoint.quantised import read_folder
 from patchgen.runtime.checkpoint.untrained_part import CopiedTensor, find_untrained_part
 from patchgen.runtime.checkpoint.vocabulary import NewRows, fill_new_rows
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from patchgen.runtime import kept_dtypes
-from patchgen.runtime.checkpoint import host_memory, initialise
+from patchgen.runtime.checkpoint import host_memory, initialise, quantised
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.file_reader import STAGING_BYTES, FileReader
 from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name
@@ -30,7 +30,8 @@ from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, Leaf, Region, l
 from patchgen.runtime.checkpoint.load_report import LoadReport
 from patchgen.runtime.checkpoint.model_files import read_config
 from patchgen.runtime.checkpoint.placement import device_of, is_replicated, local_tensor, run_on_all_ranks
-from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor, read_folder, unread_files
+from patchgen.runtime.checkpoint.quantised import read_folder
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor, unread_files
 from patchgen.runtime.checkpoint.vocabulary import (
     NewRows,
     fill_new_rows,
@@ -82,9 +83,9 @@ def load_pretrained(
 
     Raises:
         CheckpointError: on every rank. Before the model is changed: with all missing, unexpected and mis-shaped keys, or
-            because the weights are quantised or of another model type. Once tensors are read, with the file and key of
-            each that cannot be read, has NaN or, unless it is a buffer, an infinite value, or with the keys of a tied
-            tensor's copies that differ: then the model is not usable.
+            because weights are quantised in a form that is not read, or of another model type. Once tensors are read, with the
+            file and key of each that cannot be read, has NaN or, unless it is a buffer, an infinite value, or with the keys of
+            a tied tensor's copies that differ: then the model is not usable.
     """
     started = time.perf_counter()
     directory = Path(directory)
@@ -131,6 +132,7 @@ def load_pretrained(
         match.grown,
         new_rows,
         tuple(unread_files(directory)),
+        match.dequantised,
     )
 
 
@@ -147,6 +149,7 @@ class CheckpointMatch:
         initialised, ignored, grown: as in `LoadReport`; of a tied parameter, its first name.
         origin: the checkpoint's folder and layout, which an export of the model follows.
         num_bytes: of all tensors of the checkpoint.
+        dequantised: how many of its tensors are quantised, by form.
     """
 
     lazy_tensors: dict[str, LazyTensor]
@@ -157,6 +160,7 @@ class CheckpointMatch:
     origin: Origin
     num_bytes: int
     grown: dict[str, tuple[int, int]]
+    dequantised: str
 
 
 def match_checkpoint(
@@ -216,9 +220,9 @@ def match_checkpoint(
     num_bytes = sum(tensor.num_bytes for tensor in stored.values())
     rows = {first: (assembly.parameters[name].shape, state[first].shape) for first, name in loaded_names.items()}
     grown = {name: (own[0], new[0]) for name, (own, new) in rows.items() if has_fewer_rows(own, new)}
-    return CheckpointMatch(
-        assembly.parameters, loaded_names, copies, tuple(initialised), tuple(sorted(ignored)), origin, num_bytes, grown
-    )
+    names = (loaded_names, copies, tuple(initialised), tuple(sorted(ignored)))
+    dequantised = quantised.summary(stored[key] for keys in assembly.sources.values() for key in keys)
+    return CheckpointMatch(assembly.parameters, *names, origin, num_bytes, grown, dequantised)
 
 
 def missing_names(model: nn.Module, assembly: Assembly) -> list[str]:
@@ -264,8 +268,8 @@ def keys_of_buffers(model: nn.Module, lazy_tensors: Mapping[str, LazyTensor]) ->
 def integer_weight_problems(
     state: Mapping[str, Tensor], lazy_tensors: Mapping[str, LazyTensor], stored: Mapping[str, StoredTensor]
 ) -> list[str]:
-    """A message for each key with integers that belongs to a floating-point tensor of the model: quantised weights, though
-    the checkpoint's config does not say so."""
+    """A message for each key with integers that belongs to a floating-point tensor of the model: weights that are quantised in no
+    form that `quantised.py` knows."""
     problems: dict[str, str] = {}
     for name, lazy in lazy_tensors.items():
         for part in leaves(lazy) if state[name].is_floating_point() else ():
@@ -273,24 +277,17 @@ def integer_weight_problems(
                 kind = str(stored[part.name].dtype).removeprefix("torch.")
                 problems[part.name] = (
                     f"{part.name} in {stored[part.name].file.name} is {kind}; {name} is a floating-point tensor: "
-                    "dequantise the checkpoint first."
+                    "it is quantised in a form that is not read. Dequantise the checkpoint first."
                 )
     return list(problems.values())
 
 
 def require_loadable_config(model: PreTrainedModel, directory: Path) -> None:
-    """Raises CheckpointError if the folder's config is of another model type or of quantised weights; without a config nothing is
-    checked."""
+    """Raises CheckpointError if the folder's config is of another model type; without a config nothing is checked."""
     file = directory / CONFIG
     if not file.is_file():
         return
     config = read_config(directory)
-    quantised = config.get("quantization_config")
-    if quantised:
-        raise CheckpointError(
-            f"{directory} holds quantised weights ({quantised.get('quant_method', 'unnamed')}), which cannot be "
-            "trained. Use the bf16 checkpoint, or dequantise this one first."
-        )
     stored_type = config.get("model_type")
     # A part of a composite model (a thinker, a text tower) loads from the checkpoint of the whole model.
     stored_types = {stored_type} | {value.get("model_type") for value in config.values() if isinstance(value, dict)}

@@ -24,6 +24,7 @@ class LoadReport:
         grown: name of each parameter with more rows than in the checkpoint -> its rows there and in the model.
         new_rows: what the new rows of those are.
         unread: files beside those that were read which also hold or list weights.
+        dequantised: how many tensors of the checkpoint are quantised, by form.
     """
 
     directory: Path
@@ -35,6 +36,7 @@ class LoadReport:
     grown: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     new_rows: NewRows | None = None
     unread: tuple[str, ...] = ()
+    dequantised: str = ""
 
     def __str__(self) -> str:
         gigabytes = self.num_bytes / 1e9
@@ -42,6 +44,8 @@ class LoadReport:
             f"{self.num_tensors} tensors from {self.directory}: {gigabytes:.2f} GB in {self.seconds:.1f} s "
             f"({gigabytes / max(self.seconds, 1e-9):.2f} GB/s) on this rank"
         ]
+        if self.dequantised:
+            lines.append(f"  dequantised as they were read: {self.dequantised}")
         for what, names in (
             ("initialised, not loaded", self.initialised),
             ("ignored, by upstream or by the recipe (model.ignore_keys)", self.ignored),

@@ -39,7 +39,7 @@ from patchgen.runtime.checkpoint.load import (
 )
 from patchgen.runtime.checkpoint.model_files import candidate_models_on_meta, generated_folders, on_meta
 from patchgen.runtime.checkpoint.offline import read_region, write_folder
-from patchgen.runtime.checkpoint.safetensor_files import read_folder
+from patchgen.runtime.checkpoint.quantised import read_folder
 from patchgen.runtime.checkpoint.untrained_part import untrained_part_of
 from patchgen.runtime.checkpoint.writing import MAX_FILE, Output, ReadableOutput
 

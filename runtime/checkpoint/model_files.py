@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from patchgen.runtime import project, registry
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import class_name
+from patchgen.runtime.checkpoint.quantised import forget_quantisation
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, WEIGHTS
 
 GENERATION_CONFIG = "generation_config.json"
@@ -110,6 +111,7 @@ def candidate_models_on_meta(directory: Path) -> Iterator[PreTrainedModel]:
         raise CheckpointError(
             f"transformers does not know the model of {directory / CONFIG}; name your own code with --code FOLDER: {error}"
         ) from error
+    forget_quantisation(config)
     named = [name for name in fields.get("architectures") or () if isinstance(name, str)]
     is_known = False
     for cls in _candidate_classes(named):

@@ -52,7 +52,8 @@ from patchgen.runtime.checkpoint.model_files import (
     side_files,
 )
 from patchgen.runtime.checkpoint.placement import intersection, narrow_to
-from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, INDEX, StoredTensor, read_folder
+from patchgen.runtime.checkpoint.quantised import read_folder, without_quantisation
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, INDEX, StoredTensor
 from patchgen.runtime.checkpoint.saved_shards import stored_shards
 from patchgen.runtime.checkpoint.saved_steps import SavedSteps
 from patchgen.runtime.checkpoint.train_state import MODEL
@@ -108,7 +109,7 @@ def convert(
     parameters = {name: lazy for name, lazy in opened.parameters.items() if name in names}
     to_write = disassemble(model, parameters, layout=layout, origin=None)
     outputs = make_outputs(model, to_write, dtype)
-    fields = read_config(source)
+    fields = without_quantisation(read_config(source))
     stored_dtype = dtype or most_common_dtype(outputs)
     if stored_dtype is not None:
         set_dtype(fields, stored_dtype, is_part=False)

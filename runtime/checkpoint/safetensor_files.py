@@ -1,4 +1,5 @@
-"""Reads the headers of safetensors files in a folder, and checks that it is complete. `file_reader.py` reads the data.
+"""Reads the headers of safetensors files in a folder, and checks that it is complete. `file_reader.py` reads the data,
+`quantised.py` knows the groups of quantised tensors.
 
 The format: eight bytes with the length of a JSON header, the header (`{key: {dtype, shape, data_offsets}}`), the data.
 """
@@ -33,7 +34,7 @@ MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -53,8 +54,8 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def read_folder(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint, by key, from the files that transformers would read (`entry_file`); reads only headers.
+def read_headers(directory: Path) -> dict[str, StoredTensor]:
+    """Every stored tensor of a checkpoint, by key, from the files that transformers would read (`entry_file`); reads only headers.
 
     Raises:
         CheckpointError: no safetensors files; an interrupted write; a file of the index is missing, truncated or damaged;
@@ -228,10 +229,9 @@ def read_header(file: Path) -> list[StoredTensor]:
             problems.append(f"{name} in {file.name} {where} (bytes {start} to {stop} of the data).")
         end, last = max(end, stop), name
         if entry["dtype"] not in DTYPES:
-            why = f"supported are {', '.join(DTYPES)}."
-            if entry["dtype"].startswith(("F8", "F6", "F4")):
-                why = "quantised weights cannot be trained. Use a bf16 checkpoint, or dequantise the checkpoint first."
-            problems.append(f"{name} in {file.name} has the dtype {entry['dtype']}: {why}")
+            problems.append(
+                f"{name} in {file.name} has the dtype {entry['dtype']}: supported are {', '.join(DTYPES)}."
+            )
             continue
         tensor = StoredTensor(name, file, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + start)
         if tensor.num_bytes != stop - start:

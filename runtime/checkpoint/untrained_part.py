@@ -26,7 +26,8 @@ from patchgen.runtime.checkpoint.lazy_tensors import full_region, leaf
 from patchgen.runtime.checkpoint.load import COMPUTED_BUFFER_SUFFIXES, ignored_by_upstream, stored_leaves
 from patchgen.runtime.checkpoint.model_files import config_files, files_opened_by_upstream, read_config, side_files
 from patchgen.runtime.checkpoint.placement import rank_and_world_size
-from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor, read_folder
+from patchgen.runtime.checkpoint.quantised import read_folder
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor
 from patchgen.runtime.checkpoint.writing import ReadableOutput
 from patchgen.runtime.checkpoint.written_config import config_text, own_config
 

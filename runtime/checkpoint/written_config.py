@@ -1,6 +1,7 @@
 """The `config.json` of an export: the source's own text, with what the run changed.
 
     source's fields, run changed nothing       the file, byte for byte
+    quantised weights                          without the fields that say how: the export has none
     a changed field                            in its place; all other fields as the source has them
     changed rope                               `rope_parameters`, which transformers 5 reads, and `rope_theta` and `rope_scaling`,
                                                which transformers 4 and several servers read
@@ -20,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from patchgen.runtime.checkpoint.layout import class_name
 from patchgen.runtime.checkpoint.model_files import config_files
+from patchgen.runtime.checkpoint.quantised import without_quantisation
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG
 
 DTYPE_FIELDS = ("dtype", "torch_dtype")
@@ -38,12 +40,12 @@ def config_text(model: PreTrainedModel, source: str | None, dtype: torch.dtype |
         dtype: of most of the written weights; None: none is a floating-point tensor.
     """
     if source is None:
-        fields = json.loads(config_files(model, dtype)[CONFIG])
+        fields = without_quantisation(json.loads(config_files(model, dtype)[CONFIG]))
         return _text(_readable(model.config, fields, lambda own: _set_rope(own, _as_json(model.config))))
-    fields = json.loads(source)
+    fields = without_quantisation(json.loads(source))
     own = own_config(fields, model)
     assert own is not None, "the source's config contains that of the model"
-    now = _as_json(model.config)
+    now = without_quantisation(_as_json(model.config))
     changes = changed_fields(_as_read(model.config, own), now)
     if changes:
         readable = _readable(model.config, own, lambda candidate: _apply(candidate, changes, now))

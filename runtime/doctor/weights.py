@@ -14,7 +14,7 @@ from torch import nn
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import assemble
 from patchgen.runtime.checkpoint.load import stored_leaves
-from patchgen.runtime.checkpoint.safetensor_files import read_folder
+from patchgen.runtime.checkpoint.quantised import read_folder
 from patchgen.runtime.checkpoint.vocabulary import growth_advice
 from patchgen.runtime.doctor.finding import Check, Finding, failed, first_names, passed
 from patchgen.runtime.doctor.patient import MissingPart

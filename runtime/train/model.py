@@ -20,6 +20,7 @@ from patchgen.runtime import attention, kept_dtypes, model_calls, parallel, regi
 from patchgen.runtime.checkpoint import LoadReport, load_pretrained
 from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.checkpoint.load import CheckpointMatch
+from patchgen.runtime.checkpoint.quantised import forget_quantisation
 from patchgen.runtime.objectives import choose, encoder_decoder
 from patchgen.runtime.objectives.heads import TaskHead, UnknownHeadError, head_over
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding, undivided
@@ -86,6 +87,7 @@ def _read_overridden_config(model: ModelConfig) -> PreTrainedConfig:
         raise RecipeError(
             f"model.source = '{model.source}'{_why_unreadable(model.source, recipe_code, error)}"
         ) from error
+    forget_quantisation(config)
     if not model.overrides:
         return config
     try:
@@ -97,6 +99,7 @@ def _read_overridden_config(model: ModelConfig) -> PreTrainedConfig:
         # AutoConfig read it, so this reads it again from the folder or from the cache
         file_fields = {} if is_type else type(config).get_config_dict(model.source)[0]
         overridden_config = type(config).from_dict(overrides.with_overrides(config, model.overrides, file_fields))
+        forget_quantisation(overridden_config)
     except (StrictDataclassError, ValueError, TypeError) as error:
         raise RecipeError(
             f"model.overrides: {type(config).__name__} refuses them in combination with the config of '{model.source}': "

@@ -361,13 +361,6 @@ def test_another_model_type_is_refused(checkpoint, tmp_path):
         load_pretrained(empty(), folder)
 
 
-def test_quantised_checkpoints_are_refused(checkpoint, tmp_path):
-    folder = small_models.rewrite(checkpoint, tmp_path / "fp8", lambda found: found)
-    small_models.change_config(folder, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(CheckpointError, match=r"quantised weights \(fp8\)"):
-        load_pretrained(empty(), folder)
-
-
 def test_the_same_weights_given_twice(checkpoint, tmp_path):
     folder = small_models.rewrite(checkpoint, tmp_path / "twice", lambda found: found | small_models.stacked(found))
     with pytest.raises(CheckpointError, match="experts.gate_up_proj appears twice: in .* and in"):
