@@ -10,6 +10,7 @@ included, and computes `value * scale` in fp32, as transformers does, before the
     MXFP4            `X_blocks`, `X_scales` of gpt-oss (stored transposed); `X_packed` and `X_scale` in powers of 2
     NVFP4            `X_packed`, `X_scale` and `X_global_scale`, which divides; `X`, `X_scale` and `X_scale_2`, which multiplies
     INT4             `X_packed` of compressed-tensors, eight in each int32, and `X_scale` of groups along a row
+    NF4, FP4         `X`, `X.absmax`, `X.quant_map` and `X.quant_state...` of bitsandbytes; `X.nested_...` if scales are quantised
 
     N output features   K input features   n, k blocks of them
 
@@ -52,6 +53,7 @@ OF_ACTIVATIONS = (
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """E2M1, by the four bits (OCP Microscaling Formats 1.0, 5.3.3)."""
 INT32_BITS = 32
+_BITSANDBYTES = ".quant_state.bitsandbytes__"
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,28 @@ class Form:
 
 @dataclass(frozen=True)
 class QuantisedTensor(StoredTensor):
-    """Several stored tensors as the one that they stand for; `offset` is that of the values in `file`.
+    """Several stored tensors as the one that they stand for; `offset` is that of the values in `file`."""
+
+    form: Form
+    values: StoredTensor
+    scales: StoredTensor
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part, _ in self.reads(full_region(self.shape)))
+
+    def reads(self, region: Region) -> list[tuple[StoredTensor, Region]]:
+        """The parts, each with the region that has the numbers of `region`."""
+        raise NotImplementedError
+
+    def numbers(self, region: Region, parts: Sequence[Tensor]) -> Tensor:
+        """The numbers of a region, fp32, from its parts as `reads` lists them."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ScaledGrid(QuantisedTensor):
+    """A scale for each block of a grid over the values.
 
     Attributes:
         values: `[..., N, K / form.per_element]`.
@@ -83,22 +106,10 @@ class QuantisedTensor(StoredTensor):
         global_scale: of one element; None: there is none.
     """
 
-    form: Form
-    values: StoredTensor
-    scales: StoredTensor
     blocks: tuple[int, ...]
     global_scale: StoredTensor | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts)
-
-    @property
-    def parts(self) -> tuple[StoredTensor, ...]:
-        return (self.values, self.scales, *([self.global_scale] if self.global_scale is not None else []))
-
     def reads(self, region: Region) -> list[tuple[StoredTensor, Region]]:
-        """The parts, each with the region that has the numbers of `region`."""
         region = self._of_parts(region)
         start, stop = region[-1]
         values = (*region[:-1], (start // self.form.per_element, -(-stop // self.form.per_element)))
@@ -109,7 +120,6 @@ class QuantisedTensor(StoredTensor):
         return found + ([(self.global_scale, full_region(self.global_scale.shape))] if self.global_scale else [])
 
     def numbers(self, region: Region, parts: Sequence[Tensor]) -> Tensor:
-        """The numbers of a region, fp32, from its parts as `reads` lists them."""
         region = self._of_parts(region)
         values, scales, *global_scale = parts
         start, stop = region[-1]
@@ -126,6 +136,53 @@ class QuantisedTensor(StoredTensor):
 
     def _of_parts(self, region: Region) -> Region:
         return (*region[:-2], region[-1], region[-2]) if self.form.is_transposed else region
+
+
+@dataclass(frozen=True)
+class ScaledRuns(QuantisedTensor):
+    """A scale for each run of the flat tensor: bitsandbytes in 4 bits, of which the upper ones are the first number.
+
+    Attributes:
+        values: bytes `[numel / 2]`.
+        scales: `[numel / run]`, fp32; bytes, if they are quantised themselves.
+        table: the number of each of the sixteen codes.
+        run: numbers that share a scale.
+        nested: (table of 256 numbers, scales of runs of scales, fp32), if scales are bytes.
+        nested_run, nested_offset: scales that share one of those, and what is added to each.
+    """
+
+    table: StoredTensor
+    run: int
+    nested: tuple[StoredTensor, StoredTensor] | None = None
+    nested_run: int = 1
+    nested_offset: float = 0.0
+
+    def reads(self, region: Region) -> list[tuple[StoredTensor, Region]]:
+        start, stop = self._flat(region)
+        runs = start // self.run, -(-stop // self.run)
+        found = [(self.values, ((start // 2, -(-stop // 2)),)), (self.scales, (runs,)), (self.table, ((0, 16),))]
+        if self.nested is not None:
+            table, scales = self.nested
+            found += [(table, ((0, 256),)), (scales, ((runs[0] // self.nested_run, -(-runs[1] // self.nested_run)),))]
+        return found
+
+    def numbers(self, region: Region, parts: Sequence[Tensor]) -> Tensor:
+        values, scales, table, *nested = parts
+        start, stop = self._flat(region)
+        first_run, last_run = start // self.run, -(-stop // self.run)
+        if nested:
+            outer = torch.arange(first_run, last_run) // self.nested_run - first_run // self.nested_run
+            scales = nested[0][scales.long()] * nested[1][outer] + self.nested_offset
+        codes = torch.stack([values >> 4, values & 0xF], dim=-1).flatten()[start % 2 :][: stop - start]
+        numbers = table[codes.long()] * scales[torch.arange(start, stop) // self.run - first_run]
+        rows, inner = region[0], region[1:]
+        numbers = numbers.view(rows[1] - rows[0], *self.shape[1:])
+        return numbers[(slice(None), *(slice(*bounds) for bounds in inner))]
+
+    def _flat(self, region: Region) -> tuple[int, int]:
+        """The range of whole rows around a region."""
+        row = math.prod(self.shape[1:])
+        return region[0][0] * row, region[0][1] * row
 
 
 def _factors(scales: Tensor) -> Tensor:
@@ -257,10 +314,15 @@ class _Found:
         }
 
     def _groups(self) -> Iterator[QuantisedTensor]:
+        states = {
+            key.partition(_BITSANDBYTES)[0]: tensor for key, tensor in self.stored.items() if _BITSANDBYTES in key
+        }
         for key, tensor in self.stored.items():
             if key.endswith("_blocks") and (scales := self.stored.get(f"{key.removesuffix('_blocks')}_scales")):
                 values = replace(tensor, shape=(*tensor.shape[:-2], tensor.shape[-2] * tensor.shape[-1]))
                 yield from self._group(key.removesuffix("_blocks"), MXFP4_TRANSPOSED, values, scales)
+            elif (state := states.get(key)) is not None:
+                yield from self._runs(key, tensor, state)
             elif key.endswith("_packed"):
                 yield from self._packed(key.removesuffix("_packed"), tensor)
             elif tensor.dtype in (*FLOAT8, torch.int8, torch.uint8) and (scales := self._scales(key)) is not None:
@@ -297,6 +359,29 @@ class _Found:
             return
         yield from self._group(name, Form(f"INT{bits}", _integers(bits), INT32_BITS // bits), values, scales)
 
+    def _runs(self, name: str, values: StoredTensor, state: StoredTensor) -> Iterator[QuantisedTensor]:
+        """A group of bitsandbytes, unless parts of it are missing."""
+        found = {key: self.stored.get(f"{name}.{key}") for key in ("absmax", "quant_map")}
+        with state.file.open("rb") as file:
+            file.seek(state.offset)
+            options = json.loads(file.read(state.num_bytes))
+        if "nested_blocksize" in options:
+            found |= {key: self.stored.get(f"{name}.{key}") for key in ("nested_quant_map", "nested_absmax")}
+        if missing := [key for key, tensor in found.items() if tensor is None]:
+            self.problems.append(
+                f"{values.name} in {values.file.name} lacks {', '.join(f'{name}.{key}' for key in missing)}."
+            )
+            return
+        self.used |= {values.name, state.name, *(f"{name}.{key}" for key in found)}
+        absmax, table, *nested = (tensor for tensor in found.values() if tensor is not None)
+        yield ScaledRuns(
+            name, values.file, torch.bfloat16, tuple(options["shape"]), values.offset,
+            form=Form(options["quant_type"].upper()), values=replace(values, shape=(math.prod(values.shape),)),
+            scales=absmax, table=table, run=options["blocksize"],
+            nested=(nested[0], nested[1]) if nested else None,
+            nested_run=options.get("nested_blocksize", 1), nested_offset=options.get("nested_offset", 0.0),
+        )  # fmt: skip
+
     def _bits(self) -> int:
         """Of the integers that compressed-tensors packs, from the one number that its groups have."""
         groups = self.config.get("config_groups", {}).values()
@@ -325,7 +410,7 @@ class _Found:
             )
             return
         shape = (*sizes[:-2], sizes[-1], sizes[-2]) if form.is_transposed else sizes
-        yield QuantisedTensor(
+        yield ScaledGrid(
             name, values.file, torch.bfloat16, shape, values.offset,
             form=form, values=values, scales=replace(scales, shape=grid), blocks=blocks, global_scale=whole,
         )  # fmt: skip

@@ -91,6 +91,25 @@ def _int4_in_groups() -> tuple[dict, Tensor]:
     return stored, numbers * files.spread(scales.float(), 32)
 
 
+def _nf4(is_nested: bool) -> tuple[dict, Tensor]:
+    """In runs of 64 numbers, which cross rows, as bitsandbytes writes them; scales in runs of 256, if they are quantised."""
+    generator = torch.Generator().manual_seed(6)
+    shape = SHAPE
+    codes = torch.randint(0, 16, (math.prod(shape),), generator=generator)
+    table, state = torch.linspace(-1, 1, 16), {"shape": shape, "blocksize": 64, "quant_type": "nf4"}
+    stored = {"w": (codes[0::2] * 16 + codes[1::2]).to(torch.uint8).view(-1, 1), "w.quant_map": table}
+    scales = torch.rand(math.prod(shape) // 64, generator=generator)
+    if is_nested:
+        bytes_ = torch.randint(0, 256, scales.shape, generator=generator)
+        outer_table, outer = torch.rand(256, generator=generator), torch.rand(4, generator=generator)
+        scales = outer_table[bytes_] * outer.repeat_interleave(256)[: len(scales)] + 0.25
+        stored |= {"w.nested_quant_map": outer_table, "w.nested_absmax": outer}
+        state |= {"nested_blocksize": 256, "nested_offset": 0.25}
+    stored["w.absmax"] = bytes_.to(torch.uint8) if is_nested else scales
+    stored["w.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return stored, (table[codes] * scales.repeat_interleave(64)).view(shape)
+
+
 FORMS = {
     "FP8 in blocks": _fp8_in_blocks,
     "FP8 in blocks, experts": _fp8_in_blocks_of_experts,
@@ -102,6 +121,8 @@ FORMS = {
     "NVFP4 that divides": _nvfp4_that_divides,
     "NVFP4 that multiplies": _nvfp4_that_multiplies,
     "INT4 in groups": _int4_in_groups,
+    "NF4": lambda: _nf4(is_nested=False),
+    "NF4, quantised scales": lambda: _nf4(is_nested=True),
 }
 
 
@@ -165,6 +186,15 @@ BROKEN = {
             v_packed=torch.ones(4, 4, dtype=torch.int32), v_scale=torch.ones(4, 1), v_zero_point=torch.ones(4, 1)
         ),
         "v_zero_point: weights with zero points",
+    ),
+    "NF4 without scales": (
+        lambda stored: stored.update(
+            {
+                "v": torch.zeros(4, 1, dtype=torch.uint8),
+                "v.quant_state.bitsandbytes__nf4": torch.tensor(list(b'{"shape": [2, 4]}'), dtype=torch.uint8),
+            }
+        ),
+        "v in model.safetensors lacks v.absmax, v.quant_map",
     ),
     "packed without scales": (
         lambda stored: stored.update(v_packed=torch.ones(4, 4, dtype=torch.int32)),
