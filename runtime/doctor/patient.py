@@ -25,7 +25,7 @@ from patchgen.runtime import kept_dtypes
 from patchgen.runtime.checkpoint import host_memory, load_pretrained
 from patchgen.runtime.checkpoint.incremental_load import IncrementalLoader
 from patchgen.runtime.checkpoint.initialise import initialise
-from patchgen.runtime.checkpoint.load import match_checkpoint
+from patchgen.runtime.checkpoint.load import CheckpointMatch, match_checkpoint
 from patchgen.runtime.data.collate import collate
 from patchgen.runtime.doctor import calls, layerwise, traces
 from patchgen.runtime.doctor.finding import format_bytes
@@ -166,18 +166,28 @@ class Patient:
         return models.build_on_meta(self.recipe)
 
     @cached_part("the keys and shapes of the weights")
-    def grown(self) -> dict[str, tuple[int, int]]:
-        """The parameters with rows for more tokens than the checkpoint has -> both numbers (`model.resize_vocab`); from headers.
+    def match(self) -> CheckpointMatch | None:
+        """What the checkpoint has of the model, from headers; None: the weights are random.
 
         Raises:
             RecipeError: what the recipe allows has no effect (`models.require_effective`).
         """
         folder = models.weights_folder(self.recipe.model)
         if folder is None:
-            return {}
+            return None
         match = match_checkpoint(self.blueprint, folder, **models.allowed_differences(self.recipe, self.blueprint))
         models.require_effective(self.recipe, self.blueprint, match)
-        return match.grown
+        return match
+
+    @property
+    def grown(self) -> dict[str, tuple[int, int]]:
+        """The parameters with rows for more tokens than the checkpoint has -> both numbers (`model.resize_vocab`)."""
+        return self.match.grown if self.match is not None else {}
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether weights of the checkpoint are quantised: exports have them in its plain dtype, rounded."""
+        return self.match is not None and bool(self.match.dequantised)
 
     @cached_part("the model")
     def model(self) -> PreTrainedModel:

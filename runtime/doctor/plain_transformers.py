@@ -57,7 +57,8 @@ class Export(Check):
         shutil.rmtree(folder)
         if missing:
             return failed(f"Upstream's {upstream.__name__} does not find {missing} in the export.", ADVICE)
-        return _compare(patient, expected_trace, plain_trace, f"The export, loaded by upstream's {upstream.__name__},")
+        subject = f"The export, loaded by upstream's {upstream.__name__},"
+        return _compare(patient, expected_trace, plain_trace, subject, is_rounded=patient.is_quantised)
 
 
 class PlainTransformers(Check):
@@ -71,8 +72,8 @@ class PlainTransformers(Check):
         upstream, expected_trace = upstream_class(patient), patient.expected_trace
         inputs, paths = plain_inputs(patient), list(expected_trace.expected.outputs)
         patient.release()
-        # Upstream's own loader refuses a checkpoint with fewer rows than the model.
-        if patient.grown or not patient.fits_in_memory(patient.blueprint):
+        # Upstream's own loader refuses a checkpoint with fewer rows than the model, and needs packages for quantised ones.
+        if patient.grown or patient.is_quantised or not patient.fits_in_memory(patient.blueprint):
             plain_trace = _trace_in_layers(upstream, patient, inputs, paths)
             summary = f"Upstream's {upstream.__name__}, with the checkpoint's weights loaded one layer after another,"
             return _compare(patient, expected_trace, plain_trace, summary)
@@ -163,13 +164,24 @@ def _trace_of(
     return traces.record_plain(model, inputs, paths), first_names(sorted(info["missing_keys"]))
 
 
-def _compare(patient: Patient, generated_trace: traces.ExpectedTrace, plain: traces.Trace, subject: str) -> Finding:
+def _compare(
+    patient: Patient,
+    generated_trace: traces.ExpectedTrace,
+    plain: traces.Trace,
+    subject: str,
+    *,
+    is_rounded: bool = False,
+) -> Finding:
     divergence, not_compared = generated_trace.first_divergence(plain), generated_trace.not_compared(plain)
     difference = calls.difference(plain.logits, generated_trace.expected.logits)
     if divergence is None:
         how = f"within a relative difference of {difference:.0e}" if difference else "bit for bit"
         return passed(f"{subject} computes the same logits {how}.{not_compared}")
     is_bfloat16_rounding = divergence.relative_difference < BFLOAT16_ROUNDING and patient.dtype == torch.float32
+    if is_bfloat16_rounding and is_rounded:
+        return passed(
+            f"{subject} computes the same logits within {difference:.0e}: it has the numbers of quantised weights in bfloat16."
+        )
     note = " (a rounding error of bfloat16: one side casts to it)" if is_bfloat16_rounding else ""
     return failed(
         f"{subject} computes something else: {divergence.path} is the first that "
