@@ -24,12 +24,14 @@ from torch import Tensor
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.finite import is_finite
 from patchgen.runtime.checkpoint.lazy_tensors import Region, region_shape
-from patchgen.runtime.checkpoint.quantised import QuantisedTensor
+from patchgen.runtime.checkpoint.quantised_tensors import QuantisedTensor
 from patchgen.runtime.checkpoint.safetensor_files import StoredTensor
 
 STAGING_BYTES = 8 << 20
 """The most bytes that a thread reads before it casts or copies them, where they cannot be read directly to the target: they
 should still be in the processor's cache."""
+NUMBERS = 1 << 20
+"""Numbers of a quantised tensor that are computed at a time, in fp32."""
 BLOCK_BYTES = 4 << 20
 """Bytes that are read and checked at a time: they should fit into the processor's cache."""
 MAX_BUFFERS = 1024
@@ -173,7 +175,18 @@ class FileReader:
         return problems
 
     def _read_quantised(self, stored: QuantisedTensor, region: Region, out: Tensor) -> dict[str, str]:
-        """Reads the parts of a region, and computes its numbers; returns the problem, by the key of the group."""
+        """Reads the parts of a region, and computes its numbers, in pieces that stay in the processor's cache; returns the problem,
+        by the key of the group."""
+        dim = stored.cheapest_cut(region)
+        (start, stop), step = region[dim], max(1, NUMBERS // max(1, out.numel() // out.shape[dim]))
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            piece = (*region[:dim], (first, last), *region[dim + 1 :])
+            if problems := self._read_numbers(stored, piece, out.narrow(dim, first - start, last - first)):
+                return problems
+        return {}
+
+    def _read_numbers(self, stored: QuantisedTensor, region: Region, out: Tensor) -> dict[str, str]:
         parts: list[Tensor] = []
         for part, part_region in stored.reads(region):
             parts.append(torch.empty(region_shape(part_region), dtype=part.dtype))
@@ -184,7 +197,11 @@ class FileReader:
             return {
                 stored.name: f"{stored.name} in {stored.file} holds NaN, or is infinite with {stored.scales.name}."
             }
-        return _cast(stored, numbers, out)
+        lost = unrepresentable(numbers, out.dtype)
+        if lost is not None:
+            return {stored.name: _not_representable(stored, lost, out.dtype)}
+        out.copy_(numbers.to(out.dtype))  # cast here: less to send to a GPU
+        return {}
 
     def _read_run(self, stored: StoredTensor, offset: int, out: Tensor) -> dict[str, str]:
         if _is_direct(stored, out):
@@ -310,12 +327,16 @@ def _cast(stored: StoredTensor, values: Tensor, out: Tensor) -> dict[str, str]:
     """
     lost = unrepresentable(values, out.dtype)
     if lost is not None:
-        return {stored.name: f"{stored.name} in {stored.file} holds {lost:g}, which {out.dtype} cannot represent."}
+        return {stored.name: _not_representable(stored, lost, out.dtype)}
     if values.dtype != out.dtype:
         # Cast on the device, which may mean half the transfer. Synchronous, because the next read reuses the buffer.
         values = values.to(out.device)
     out.copy_(values)
     return {}
+
+
+def _not_representable(stored: StoredTensor, value: float, dtype: torch.dtype) -> str:
+    return f"{stored.name} in {stored.file} holds {value:g}, which {dtype} cannot represent."
 
 
 def unrepresentable(values: Tensor, dtype: torch.dtype) -> float | None:

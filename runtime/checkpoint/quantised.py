@@ -19,19 +19,33 @@ A form is known by the dtypes and names of its parts; of config.json only the si
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
-from torch import Tensor
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
-from patchgen.runtime.checkpoint.lazy_tensors import Region, full_region
+from patchgen.runtime.checkpoint.quantised_tensors import (
+    FP8,
+    INT8,
+    INT32_BITS,
+    MXFP4,
+    MXFP4_TRANSPOSED,
+    NVFP4,
+    Form,
+    QuantisedTensor,
+    ScaledGrid,
+    ScaledRuns,
+    integers,
+)
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor, read_headers
 
 if TYPE_CHECKING:
@@ -40,181 +54,13 @@ if TYPE_CHECKING:
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 QUANTISATION = ("quantization_config", "compression_config")
 """Fields of a config.json that say how its weights are quantised."""
-OF_ACTIVATIONS = (
-    "input_scale",
-    "output_scale",
-    "input_global_scale",
-    "activation_scale",
-    "q_scale",
-    "k_scale",
-    "v_scale",
+USUAL_BLOCKS = (16, 32, 64, 128, 256)
+_OF_ACTIVATIONS = re.compile(
+    r"(^|\.)([qkv]_scale|[kv]_zero_point|prob_scale|kv_cache_scaling_factor"
+    r"|(\w+_)?(input|output|activation)_(scale|scale_inv|scale_ub|global_scale|zero_point))$"
 )
-"""Ends of keys with scales that a server uses for activations and caches; no weight depends on them."""
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""E2M1, by the four bits (OCP Microscaling Formats 1.0, 5.3.3)."""
-INT32_BITS = 32
+"""Keys with what a server scales activations and caches by; no weight depends on them."""
 _BITSANDBYTES = ".quant_state.bitsandbytes__"
-
-
-@dataclass(frozen=True)
-class Form:
-    """How the numbers of a quantised tensor follow from its parts.
-
-    Attributes:
-        name: for messages and reports.
-        decode: stored elements `[..., n]` -> their numbers `[..., n * per_element]`, fp32.
-        per_element: numbers in one stored element, along the last dimension.
-        is_transposed: the last two dimensions of the tensor are those of its parts exchanged.
-        divides: the global scale divides the others, instead of multiplying them.
-    """
-
-    name: str
-    decode: Callable[[Tensor], Tensor] = Tensor.float
-    per_element: int = 1
-    is_transposed: bool = False
-    divides: bool = False
-
-
-@dataclass(frozen=True)
-class QuantisedTensor(StoredTensor):
-    """Several stored tensors as the one that they stand for; `offset` is that of the values in `file`."""
-
-    form: Form
-    values: StoredTensor
-    scales: StoredTensor
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.num_bytes for part, _ in self.reads(full_region(self.shape)))
-
-    def reads(self, region: Region) -> list[tuple[StoredTensor, Region]]:
-        """The parts, each with the region that has the numbers of `region`."""
-        raise NotImplementedError
-
-    def numbers(self, region: Region, parts: Sequence[Tensor]) -> Tensor:
-        """The numbers of a region, fp32, from its parts as `reads` lists them."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class ScaledGrid(QuantisedTensor):
-    """A scale for each block of a grid over the values.
-
-    Attributes:
-        values: `[..., N, K / form.per_element]`.
-        scales: as many dimensions as `values`; a scale belongs to `blocks` numbers of each.
-        global_scale: of one element; None: there is none.
-    """
-
-    blocks: tuple[int, ...]
-    global_scale: StoredTensor | None = None
-
-    def reads(self, region: Region) -> list[tuple[StoredTensor, Region]]:
-        region = self._of_parts(region)
-        start, stop = region[-1]
-        values = (*region[:-1], (start // self.form.per_element, -(-stop // self.form.per_element)))
-        scales = tuple(
-            (start // size, -(-stop // size)) for (start, stop), size in zip(region, self.blocks, strict=True)
-        )
-        found = [(self.values, values), (self.scales, scales)]
-        return found + ([(self.global_scale, full_region(self.global_scale.shape))] if self.global_scale else [])
-
-    def numbers(self, region: Region, parts: Sequence[Tensor]) -> Tensor:
-        region = self._of_parts(region)
-        values, scales, *global_scale = parts
-        start, stop = region[-1]
-        offset = start - start // self.form.per_element * self.form.per_element
-        numbers = self.form.decode(values)[..., offset : offset + stop - start]
-        factors = _factors(scales)
-        for whole in global_scale:
-            factors = factors / whole.float() if self.form.divides else factors * whole.float()
-        for dim, ((start, stop), size) in enumerate(zip(region, self.blocks, strict=True)):
-            if size > 1 and factors.shape[dim] > 1:
-                factors = factors.index_select(dim, torch.arange(start, stop) // size - start // size)
-        numbers = numbers * factors
-        return numbers.transpose(-1, -2) if self.form.is_transposed else numbers
-
-    def _of_parts(self, region: Region) -> Region:
-        return (*region[:-2], region[-1], region[-2]) if self.form.is_transposed else region
-
-
-@dataclass(frozen=True)
-class ScaledRuns(QuantisedTensor):
-    """A scale for each run of the flat tensor: bitsandbytes in 4 bits, of which the upper ones are the first number.
-
-    Attributes:
-        values: bytes `[numel / 2]`.
-        scales: `[numel / run]`, fp32; bytes, if they are quantised themselves.
-        table: the number of each of the sixteen codes.
-        run: numbers that share a scale.
-        nested: (table of 256 numbers, scales of runs of scales, fp32), if scales are bytes.
-        nested_run, nested_offset: scales that share one of those, and what is added to each.
-    """
-
-    table: StoredTensor
-    run: int
-    nested: tuple[StoredTensor, StoredTensor] | None = None
-    nested_run: int = 1
-    nested_offset: float = 0.0
-
-    def reads(self, region: Region) -> list[tuple[StoredTensor, Region]]:
-        start, stop = self._flat(region)
-        runs = start // self.run, -(-stop // self.run)
-        found = [(self.values, ((start // 2, -(-stop // 2)),)), (self.scales, (runs,)), (self.table, ((0, 16),))]
-        if self.nested is not None:
-            table, scales = self.nested
-            found += [(table, ((0, 256),)), (scales, ((runs[0] // self.nested_run, -(-runs[1] // self.nested_run)),))]
-        return found
-
-    def numbers(self, region: Region, parts: Sequence[Tensor]) -> Tensor:
-        values, scales, table, *nested = parts
-        start, stop = self._flat(region)
-        first_run, last_run = start // self.run, -(-stop // self.run)
-        if nested:
-            outer = torch.arange(first_run, last_run) // self.nested_run - first_run // self.nested_run
-            scales = nested[0][scales.long()] * nested[1][outer] + self.nested_offset
-        codes = torch.stack([values >> 4, values & 0xF], dim=-1).flatten()[start % 2 :][: stop - start]
-        numbers = table[codes.long()] * scales[torch.arange(start, stop) // self.run - first_run]
-        rows, inner = region[0], region[1:]
-        numbers = numbers.view(rows[1] - rows[0], *self.shape[1:])
-        return numbers[(slice(None), *(slice(*bounds) for bounds in inner))]
-
-    def _flat(self, region: Region) -> tuple[int, int]:
-        """The range of whole rows around a region."""
-        row = math.prod(self.shape[1:])
-        return region[0][0] * row, region[0][1] * row
-
-
-def _factors(scales: Tensor) -> Tensor:
-    """Scales in fp32; of bytes, which are exponents: 2 to the byte minus 127."""
-    return torch.exp2(scales.float() - 127.0) if scales.dtype == torch.uint8 else scales.float()
-
-
-# ------------------------------------------------------------------------------------------------- decoding
-
-
-def _fp4(packed: Tensor) -> Tensor:
-    """Bytes `[..., n]` with two numbers each, the lower bits first."""
-    codes = packed.view(torch.uint8)
-    table = torch.tensor(FP4_VALUES)
-    pairs = torch.stack([table[(codes & 0xF).long()], table[(codes >> 4).long()]], dim=-1)
-    return pairs.flatten(-2)
-
-
-def _integers(bits: int) -> Callable[[Tensor], Tensor]:
-    """Of int32 `[..., n]` with 32 / bits numbers each, the lowest bits first; stored with an offset of half their range."""
-    shifts = torch.arange(0, INT32_BITS, bits, dtype=torch.int32)
-
-    def decode(packed: Tensor) -> Tensor:
-        codes = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
-        return (codes - 2 ** (bits - 1)).float().flatten(-2)
-
-    return decode
-
-
-FP8, INT8 = Form("FP8"), Form("INT8")
-MXFP4, NVFP4 = Form("MXFP4", _fp4, 2), Form("NVFP4", _fp4, 2)
-MXFP4_TRANSPOSED = replace(MXFP4, is_transposed=True)
 
 
 # ---------------------------------------------------------------------------------------------- recognition
@@ -230,8 +76,9 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
     stored = read_headers(directory)
     if not any(_may_be_quantised(tensor) for tensor in stored.values()):
         return stored
-    found = _Found(stored, quantisation_of(directory))
-    tensors = found.all()
+    with contextlib.ExitStack() as files:
+        found = _Found(stored, quantisation_of(directory), files)
+        tensors = found.all()
     if found.problems:
         raise CheckpointError(f"{directory} holds quantised weights that cannot be read:", found.problems)
     return tensors
@@ -248,10 +95,12 @@ def quantisation_of(directory: Path) -> Mapping[str, Any]:
         return {}
     while levels:
         level = levels.pop(0)
+        if not isinstance(level, dict):
+            continue
         for name in QUANTISATION:
             if isinstance(level.get(name), dict):
                 return level[name]
-        levels += [value for value in level.values() if isinstance(value, dict)]
+        levels += level.values()
     return {}
 
 
@@ -266,9 +115,11 @@ def without_quantisation(fields: dict[str, Any]) -> dict[str, Any]:
 
 def forget_quantisation(config: PreTrainedConfig) -> None:
     """Takes from a config what it says of quantised weights: those of a model that is built from it are not."""
-    for part in (config, *(part for name in config.sub_configs if (part := getattr(config, name, None)) is not None)):
-        for name in QUANTISATION:
-            vars(part).pop(name, None)
+    for name in QUANTISATION:
+        vars(config).pop(name, None)
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            forget_quantisation(part)
 
 
 def summary(tensors: Iterable[StoredTensor]) -> str:
@@ -287,116 +138,143 @@ class _Found:
 
     Attributes:
         stored: all of them, by key.
-        config: `quantization_config`.
+        config: `quantization_config`; empty: none is declared.
+        files: closes the files that were opened.
         problems: what keeps groups from being read.
         used: keys that belong to groups.
     """
 
     stored: Mapping[str, StoredTensor]
     config: Mapping[str, Any]
+    files: contextlib.ExitStack
     problems: list[str] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
+    _opened: dict[Path, BinaryIO] = field(default_factory=dict)
 
     def all(self) -> dict[str, StoredTensor]:
         groups = {group.name: group for group in self._groups()}
-        left = {key: tensor for key, tensor in self.stored.items() if key not in self.used}
         is_quantised = bool(groups or self.problems)
-        for key, tensor in left.items():
-            if tensor.dtype in FLOAT8 and not key.endswith(OF_ACTIVATIONS):
-                self.problems.append(
-                    f"{key} in {tensor.file.name} is {_dtype(tensor)} and has no scales: expected one of "
-                    f"{', '.join(_scale_names(key))}."
-                )
+        left: dict[str, StoredTensor] = {}
+        for key, tensor in self.stored.items():
+            if key in self.used or (is_quantised and _OF_ACTIVATIONS.search(key)):
+                continue
+            left[key] = tensor
+            if tensor.dtype in FLOAT8:
+                expected = ", ".join(_scale_names(key))
+                self._refuse(tensor, f"is {_dtype(tensor)} and has no scales: expected one of {expected}")
             elif key.endswith((".qweight", ".qzeros")):
-                self.problems.append(f"{key} in {tensor.file.name} is of GPTQ or AWQ, which are not read.")
-        return groups | {
-            key: tensor for key, tensor in left.items() if not (is_quantised and key.endswith(OF_ACTIVATIONS))
-        }
+                self._refuse(tensor, "is of GPTQ or AWQ, which are not read")
+        return groups | left
 
     def _groups(self) -> Iterator[QuantisedTensor]:
         states = {
             key.partition(_BITSANDBYTES)[0]: tensor for key, tensor in self.stored.items() if _BITSANDBYTES in key
         }
         for key, tensor in self.stored.items():
-            if key.endswith("_blocks") and (scales := self.stored.get(f"{key.removesuffix('_blocks')}_scales")):
-                values = replace(tensor, shape=(*tensor.shape[:-2], tensor.shape[-2] * tensor.shape[-1]))
-                yield from self._group(key.removesuffix("_blocks"), MXFP4_TRANSPOSED, values, scales)
-            elif (state := states.get(key)) is not None:
+            if (state := states.get(key)) is not None:
                 yield from self._runs(key, tensor, state)
-            elif key.endswith("_packed"):
-                yield from self._packed(key.removesuffix("_packed"), tensor)
-            elif tensor.dtype in (*FLOAT8, torch.int8, torch.uint8) and (scales := self._scales(key)) is not None:
-                whole = self.stored.get(f"{key}_scale_2")
-                yield from self._group(key, self._form(tensor, whole), tensor, scales, whole)
+            elif (name := key.removesuffix("_blocks")) != key and tensor.dtype == torch.uint8:
+                scales = self.stored.get(f"{name}_scales")
+                if scales is not None and scales.dtype == torch.uint8 and tensor.shape[-1:] == (16,):
+                    values = replace(tensor, shape=(*tensor.shape[:-2], tensor.shape[-2] * 16))
+                    yield from self._grid(name, MXFP4_TRANSPOSED, values, scales)
+            elif (name := key.removesuffix("_packed")) != key and tensor.dtype in (torch.int32, torch.uint8):
+                yield from self._packed(name, tensor)
+            elif len(tensor.shape) > 1 or tensor.dtype in FLOAT8:
+                scales, whole = self._scales(key), self.stored.get(f"{key}_scale_2")
+                form = self._form(tensor, scales, whole)
+                if scales is not None and form is not None:
+                    yield from self._grid(key, form, tensor, scales, whole)
 
-    def _form(self, values: StoredTensor, whole: StoredTensor | None) -> Form:
-        """Of values with scales beside them. DeepSeek stores FP4 in int8 beside FP8, which its config names."""
+    def _form(self, values: StoredTensor, scales: StoredTensor | None, whole: StoredTensor | None) -> Form | None:
+        """Of values beside scales; None: they are no quantised weights. FP4 may be stored as bytes or int8."""
+        if scales is None:
+            return None
         if values.dtype in FLOAT8:
             return FP8
-        if values.dtype == torch.int8 and self.config.get("quant_method") != "fp8":
-            return INT8
-        return MXFP4 if whole is None else NVFP4
+        if values.dtype in (torch.uint8, torch.int8) and scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+            return MXFP4
+        if values.dtype == torch.uint8 and scales.dtype in FLOAT8 and whole is not None:
+            return NVFP4
+        return INT8 if values.dtype == torch.int8 and self.config else None
 
     def _packed(self, name: str, values: StoredTensor) -> Iterator[QuantisedTensor]:
         """A group of compressed-tensors."""
         scales, whole = self._scales(name), self.stored.get(f"{name}_global_scale")
         if scales is None:
-            self.problems.append(
-                f"{values.name} in {values.file.name} has no scales: expected {name}_scale beside it."
-            )
-            return
-        if odd := next((key for end in ("zero_point", "g_idx") if (key := f"{name}_{end}") in self.stored), None):
-            self.problems.append(f"{odd}: weights with zero points or in another order are not read.")
+            if self.config:
+                self._refuse(values, f"has no scales: expected {name}_scale beside it")
             return
         if values.dtype == torch.uint8:
-            yield from self._group(name, replace(NVFP4, divides=True) if whole else MXFP4, values, scales, whole)
+            yield from self._grid(name, replace(NVFP4, divides=True) if whole else MXFP4, values, scales, whole)
             return
-        bits = self._bits()
-        if INT32_BITS % bits:
-            self.problems.append(
-                f"{values.name} in {values.file.name} has numbers of {bits} bits, which are not read."
-            )
+        length, bits = self._length(name), self._bits()
+        if length is not None:
+            bits = next((bits for bits in (4, 8, 2) if -(-length * bits // INT32_BITS) == values.shape[-1]), 0)
+        if not bits or INT32_BITS % bits:
+            self._refuse(values, f"has numbers of {bits or 'unknown many'} bits, which are not read")
             return
-        yield from self._group(name, Form(f"INT{bits}", _integers(bits), INT32_BITS // bits), values, scales)
+        form = Form(f"INT{bits}", functools.partial(integers, bits=bits), INT32_BITS // bits)
+        yield from self._grid(name, form, values, scales, length=length)
+
+    def _length(self, name: str) -> int | None:
+        """K of packed integers `[N, K]`, as `X_shape` has it; the last integer may be filled up."""
+        shape = self.stored.get(f"{name}_shape")
+        return None if shape is None else int.from_bytes(self._bytes(shape)[-8:], "little", signed=True)
+
+    def _bytes(self, tensor: StoredTensor) -> bytes:
+        if tensor.file not in self._opened:
+            self._opened[tensor.file] = self.files.enter_context(tensor.file.open("rb"))
+        file = self._opened[tensor.file]
+        file.seek(tensor.offset)
+        return file.read(tensor.num_bytes)
 
     def _runs(self, name: str, values: StoredTensor, state: StoredTensor) -> Iterator[QuantisedTensor]:
         """A group of bitsandbytes, unless parts of it are missing."""
         found = {key: self.stored.get(f"{name}.{key}") for key in ("absmax", "quant_map")}
-        with state.file.open("rb") as file:
-            file.seek(state.offset)
-            options = json.loads(file.read(state.num_bytes))
-        if "nested_blocksize" in options:
-            found |= {key: self.stored.get(f"{name}.{key}") for key in ("nested_quant_map", "nested_absmax")}
-        if missing := [key for key, tensor in found.items() if tensor is None]:
-            self.problems.append(
-                f"{values.name} in {values.file.name} lacks {', '.join(f'{name}.{key}' for key in missing)}."
-            )
+        try:
+            options = json.loads(self._bytes(state))
+            shape, run = tuple(options["shape"]), options["blocksize"]
+            form = Form(options["quant_type"].upper())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self._refuse(state, f"does not say how {name} is stored ({error!r})")
             return
+        if is_nested := "nested_blocksize" in options:
+            found |= {key: self.stored.get(f"{name}.{key}") for key in ("nested_quant_map", "nested_absmax")}
         self.used |= {values.name, state.name, *(f"{name}.{key}" for key in found)}
+        if missing := [f"{name}.{key}" for key, tensor in found.items() if tensor is None]:
+            self._refuse(values, f"lacks {', '.join(missing)}")
+            return
+        if 2 * values.num_bytes != math.prod(shape) + math.prod(shape) % 2:
+            self._refuse(values, f"has {values.num_bytes} bytes, which are not {list(shape)} numbers of 4 bits")
+            return
         absmax, table, *nested = (tensor for tensor in found.values() if tensor is not None)
+        raw = replace(
+            values, dtype=torch.uint8, shape=(values.num_bytes,)
+        )  # stored in bytes, or in bf16 that holds them
         yield ScaledRuns(
-            name, values.file, torch.bfloat16, tuple(options["shape"]), values.offset,
-            form=Form(options["quant_type"].upper()), values=replace(values, shape=(math.prod(values.shape),)),
-            scales=absmax, table=table, run=options["blocksize"],
-            nested=(nested[0], nested[1]) if nested else None,
+            name, values.file, torch.bfloat16, shape, values.offset,
+            form=form, values=raw, scales=absmax, table=table, run=run, nested=(nested[0], nested[1]) if is_nested else None,
             nested_run=options.get("nested_blocksize", 1), nested_offset=options.get("nested_offset", 0.0),
         )  # fmt: skip
 
-    def _bits(self) -> int:
-        """Of the integers that compressed-tensors packs, from the one number that its groups have."""
-        groups = self.config.get("config_groups", {}).values()
-        bits = {weights.get("num_bits", 4) for group in groups if isinstance(weights := group.get("weights"), dict)}
-        return bits.pop() if len(bits) == 1 else 4
-
-    def _scales(self, name: str) -> StoredTensor | None:
-        return next((found for key in _scale_names(name) if (found := self.stored.get(key)) is not None), None)
-
-    def _group(
-        self, name: str, form: Form, values: StoredTensor, scales: StoredTensor, whole: StoredTensor | None = None
+    def _grid(
+        self,
+        name: str,
+        form: Form,
+        values: StoredTensor,
+        scales: StoredTensor,
+        whole: StoredTensor | None = None,
+        *,
+        length: int | None = None,
     ) -> Iterator[QuantisedTensor]:
-        """The group, unless its scales do not fit its values."""
+        """The group, unless its scales do not fit its values; `length`: of a row, if not what its elements have."""
         self.used |= {values.name, scales.name, f"{name}_shape", *([whole.name] if whole is not None else [])}
-        sizes = (*values.shape[:-1], values.shape[-1] * form.per_element) if values.shape else ()
+        if odd := next((key for end in ("zero_point", "g_idx") if (key := f"{name}_{end}") in self.stored), None):
+            self.used.add(odd)
+            self.problems.append(f"{odd}: weights with zero points or in another order are not read.")
+            return
+        sizes = (*values.shape[:-1], length or values.shape[-1] * form.per_element) if values.shape else ()
         grid = scales.shape
         if math.prod(grid) == 1:
             grid = (1,) * len(sizes)
@@ -404,9 +282,8 @@ class _Found:
             grid = (*grid, 1)
         blocks = self._blocks(sizes, grid)
         if blocks is None or (whole is not None and math.prod(whole.shape) != 1):
-            self.problems.append(
-                f"{scales.name} in {scales.file.name} has the shape {list(scales.shape)}, which is no grid over {values.name} "
-                f"{list(sizes)}."
+            self._refuse(
+                scales, f"has the shape {list(scales.shape)}, which is no grid over {values.name} {list(sizes)}"
             )
             return
         shape = (*sizes[:-2], sizes[-1], sizes[-2]) if form.is_transposed else sizes
@@ -416,23 +293,49 @@ class _Found:
         )  # fmt: skip
 
     def _blocks(self, sizes: Sequence[int], grid: Sequence[int]) -> tuple[int, ...] | None:
-        """Numbers that share a scale, in each dimension: as the config says where that gives the grid, whose last blocks may be
-        smaller, else by even division. None: neither does."""
+        """Numbers that share a scale, in each dimension: all, one, what the config declares where that gives the grid (then the
+        last blocks may be smaller), or a usual size that divides it. None: none of these."""
         if len(grid) != len(sizes):
             return None
-        declared = self.config.get("weight_block_size") or ()
-        named = (*(0,) * (len(sizes) - len(declared)), *declared)
+        declared = self._declared_blocks()
+        wanted = (*(0,) * (len(sizes) - len(declared)), *declared)[-len(sizes) :] if sizes else ()
         blocks = []
-        for size, count, wanted in zip(sizes, grid, named, strict=True):
-            if count == 1:
-                blocks.append(max(size, 1))
-            elif wanted and -(-size // wanted) == count:
-                blocks.append(wanted)
-            elif count and size % count == 0:
+        for size, count, named in zip(sizes, grid, wanted, strict=True):
+            if count in (1, size):
+                blocks.append(max(size, 1) if count == 1 else 1)
+            elif named and -(-size // named) == count:
+                blocks.append(named)
+            elif count and size % count == 0 and size // count in USUAL_BLOCKS:
                 blocks.append(size // count)
             else:
                 return None
         return tuple(blocks)
+
+    def _weights(self) -> list[Mapping[str, Any]]:
+        """What compressed-tensors declares of weights, by group."""
+        groups = self.config.get("config_groups")
+        found = (
+            [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+            if isinstance(groups, dict)
+            else []
+        )
+        return [weights for weights in found if isinstance(weights, dict)]
+
+    def _declared_blocks(self) -> Sequence[int]:
+        sizes = [self.config.get("weight_block_size"), *(one.get("block_structure") for one in self._weights())]
+        named = {tuple(size) for size in sizes if isinstance(size, list) and all(type(one) is int for one in size)}
+        return named.pop() if len(named) == 1 else ()
+
+    def _bits(self) -> int:
+        """Of the integers that compressed-tensors packs; 0: its groups have several."""
+        bits = {weights.get("num_bits", 4) for weights in self._weights()} or {4}
+        return bits.pop() if len(bits) == 1 else 0
+
+    def _scales(self, name: str) -> StoredTensor | None:
+        return next((found for key in _scale_names(name) if (found := self.stored.get(key)) is not None), None)
+
+    def _refuse(self, tensor: StoredTensor, what: str) -> None:
+        self.problems.append(f"{tensor.name} in {tensor.file.name} {what}.")
 
 
 def _scale_names(name: str) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from patchgen.runtime.checkpoint.load import COMPUTED_BUFFER_SUFFIXES, ignored_b
 from patchgen.runtime.checkpoint.model_files import config_files, files_opened_by_upstream, read_config, side_files
 from patchgen.runtime.checkpoint.placement import rank_and_world_size
 from patchgen.runtime.checkpoint.quantised import read_folder
+from patchgen.runtime.checkpoint.quantised_tensors import QuantisedTensor
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor
 from patchgen.runtime.checkpoint.writing import ReadableOutput
 from patchgen.runtime.checkpoint.written_config import config_text, own_config
@@ -36,7 +37,7 @@ _OTHERS = "its tensors or its numbers of layers are others"
 
 @dataclass(frozen=True)
 class CopiedTensor(ReadableOutput):
-    """A tensor that is written as it is stored, byte for byte."""
+    """A tensor that is written as it is stored, byte for byte; a quantised one as the numbers that it stands for."""
 
     stored: StoredTensor = field(kw_only=True)
 
@@ -48,6 +49,9 @@ class CopiedTensor(ReadableOutput):
     def read(self, reader: FileReader) -> Tensor:
         """The tensor, on the CPU."""
         out = torch.empty(self.stored.shape, dtype=self.dtype)
+        if isinstance(self.stored, QuantisedTensor):
+            reader.read(self.stored, full_region(self.stored.shape), out)
+            return out
         # As bytes, which are not checked for NaN.
         raw = replace(self.stored, dtype=torch.uint8, shape=(self.num_bytes,))
         reader.read(raw, full_region(raw.shape), out.reshape(-1).view(torch.uint8))

@@ -104,7 +104,7 @@ def _rounded_weights(patient: Patient, folder: Path) -> Iterator[tuple[str, str]
     stored, state = read_folder(folder), patient.blueprint.state_dict()
     sizes: Counter[torch.dtype] = Counter()
     for tensor in stored.values():
-        sizes[tensor.dtype] += tensor.num_bytes // tensor.dtype.itemsize
+        sizes[tensor.dtype] += math.prod(tensor.shape)
     common = max((dtype for dtype in sizes if dtype.is_floating_point), key=lambda dtype: sizes[dtype])
     chosen = getattr(torch, patient.recipe.model.dtype)
     if chosen.itemsize >= 4:

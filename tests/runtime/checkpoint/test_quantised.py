@@ -21,9 +21,11 @@ from patchgen.runtime.checkpoint import load_pretrained, offline
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.file_reader import FileReader
 from patchgen.runtime.checkpoint.lazy_tensors import full_region
-from patchgen.runtime.checkpoint.quantised import QuantisedTensor, read_folder
+from patchgen.runtime.checkpoint.quantised import read_folder
+from patchgen.runtime.checkpoint.quantised_tensors import QuantisedTensor
 
 SHAPE = (200, 320)  # more than one block, the last smaller
+NF4_STATE = b'{"shape": [2, 4], "blocksize": 64, "quant_type": "nf4"}'
 FP8_CONFIG = {"quant_method": "fp8", "weight_block_size": [files.BLOCK, files.BLOCK], "activation_scheme": "dynamic"}
 
 
@@ -132,7 +134,7 @@ def form(request, tmp_path_factory) -> tuple[QuantisedTensor, Tensor]:
     stored, numbers = FORMS[request.param]()
     folder = tmp_path_factory.mktemp("form")
     save_file(stored | {"plain": torch.ones(3)}, folder / "model.safetensors")
-    quantisation = FP8_CONFIG if "blocks" in request.param else {}
+    quantisation = FP8_CONFIG if "blocks" in request.param else {"quant_method": "compressed-tensors"}
     (folder / "config.json").write_text(json.dumps({"text_config": {"quantization_config": quantisation}}))
     found = read_folder(folder)
     assert {*found} == {"w", "plain"} and not isinstance(found["plain"], QuantisedTensor)
@@ -168,6 +170,48 @@ def test_bytes_that_a_rank_reads(form):
     assert stored.num_bytes < numbers.numel() * 2
 
 
+@pytest.mark.parametrize("end", ["_scale_inv", "_scale"])
+def test_blocks_that_compressed_tensors_declares(end, tmp_path):
+    """960 rows in blocks of 128 have 8 scales, as blocks of 120 would."""
+    weight = _random(960, 192)
+    save_file(files.fp8_blocks(weight, "w", end), tmp_path / "model.safetensors")
+    declared = {"config_groups": {"group_0": {"weights": {"num_bits": 8, "block_structure": [128, 128]}}}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": declared}))
+    assert read_folder(tmp_path)["w"].blocks == (128, 128)
+
+
+def test_rows_that_do_not_fill_their_last_integer(tmp_path):
+    packed, numbers = files.packed_integers((8, 104), 4, torch.Generator().manual_seed(7))
+    stored = {"w_packed": packed, "w_scale": torch.full((8, 1), 0.5), "w_shape": torch.tensor([8, 100])}
+    save_file(stored, tmp_path / "model.safetensors")
+    tensor = read_folder(tmp_path)["w"]
+    out = torch.empty(8, 100)
+    with FileReader() as reader:
+        reader.read(tensor, full_region(out.shape), out)
+    assert torch.equal(out, numbers[:, :100] * 0.5)
+
+
+def test_an_unquantised_checkpoint_is_read_as_it_is(tmp_path):
+    """Whatever its tensors are called: with integers of its own, and names that quantised ones have."""
+    stored = {
+        "position_ids": torch.arange(4),
+        "mlp.w_packed": torch.ones(4, 4),
+        "x_blocks": torch.ones(4),
+        "x_scales": torch.ones(4),
+        "table": torch.ones(4, 4, dtype=torch.uint8),
+        "table_scale": torch.ones(4, 4),
+        "codes": torch.ones(4, 4, dtype=torch.int8),
+        "codes_scale": torch.ones(4, 1),
+        "number": torch.tensor(3, dtype=torch.int8),
+        "number_scale": torch.ones(1),
+        "altup.correct_output_scale": torch.ones(4),
+        "attention.k_scale": torch.ones(1),
+    }
+    save_file(stored, tmp_path / "model.safetensors")
+    found = read_folder(tmp_path)
+    assert found.keys() == stored.keys() and not any(isinstance(one, QuantisedTensor) for one in found.values())
+
+
 BROKEN = {
     "no scales": (
         lambda stored: stored.pop("w_scale_inv"),
@@ -181,6 +225,16 @@ BROKEN = {
         lambda stored: stored.update({"v.qweight": torch.ones(4, 4, dtype=torch.int32)}),
         "v.qweight in model.safetensors is of GPTQ or AWQ",
     ),
+    "zero points of bytes": (
+        lambda stored: stored.update(w_zero_point=torch.zeros(200, 1, dtype=torch.int8)),
+        "w_zero_point: weights with zero points",
+    ),
+    "a state that is no JSON": (
+        lambda stored: stored.update(
+            {"v.quant_state.bitsandbytes__nf4": torch.ones(3, dtype=torch.uint8), "v": torch.ones(2, 2)}
+        ),
+        "v.quant_state.bitsandbytes__nf4 in model.safetensors does not say how v is stored",
+    ),
     "zero points": (
         lambda stored: stored.update(
             v_packed=torch.ones(4, 4, dtype=torch.int32), v_scale=torch.ones(4, 1), v_zero_point=torch.ones(4, 1)
@@ -191,7 +245,9 @@ BROKEN = {
         lambda stored: stored.update(
             {
                 "v": torch.zeros(4, 1, dtype=torch.uint8),
-                "v.quant_state.bitsandbytes__nf4": torch.tensor(list(b'{"shape": [2, 4]}'), dtype=torch.uint8),
+                "v.quant_state.bitsandbytes__nf4": torch.tensor(
+                    list(b'{"shape": [2, 4], "blocksize": 64, "quant_type": "nf4"}'), dtype=torch.uint8
+                ),
             }
         ),
         "v in model.safetensors lacks v.absmax, v.quant_map",
@@ -209,6 +265,7 @@ def test_what_cannot_be_read_is_refused_by_name(name, tmp_path):
     stored, _ = _fp8_in_blocks()
     change(stored)
     save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FP8_CONFIG}))
     with pytest.raises(CheckpointError, match=words):
         read_folder(tmp_path)
 
@@ -296,6 +353,30 @@ def test_mxfp4_as_transformers_dequantises_it(tmp_path):
     expected, found = upstream.state_dict(), _loaded(folder, "gpt_oss", torch.bfloat16)
     assert expected.keys() == found.keys()
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def test_what_the_model_does_not_use_is_copied_as_numbers(tmp_path):
+    """A further prediction layer, which upstream ignores."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "moe_intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "vocab_size": 31,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+    config = DeepseekV3Config(
+        **sizes, **heads, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, v_head_dim=4, qk_nope_head_dim=4
+    )
+    small_models.build(DeepseekV3ForCausalLM, config).bfloat16().save_pretrained(tmp_path / "plain")
+    extra = files.fp8_blocks(_random(*SHAPE), "model.layers.61.mlp.up_proj.weight")
+    folder = small_models.rewrite(tmp_path / "plain", tmp_path / "fp8", lambda tensors: tensors | extra)
+    small_models.change_config(folder, quantization_config=FP8_CONFIG)
+    offline.convert(folder, tmp_path / "bf16")
+    name = "model.layers.61.mlp.up_proj.weight"
+    assert torch.equal(small_models.tensors(tmp_path / "bf16")[name], files.numbers_of_fp8(extra, name).bfloat16())
 
 
 def test_convert_writes_what_it_is_now(fp8_checkpoint, tmp_path):
