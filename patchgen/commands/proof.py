@@ -42,7 +42,7 @@ def verify(
     """
     subjects = _subjects(models, every=every, directory=directory, code=code, generated_folder=generated_folder)
     if config is not None or settings:
-        _keep_given_values(subjects, config, settings)
+        _keep_given_values(subjects, head, config, settings)
     if outdated:
         layout_name = layout.name if layout else IN_ONE_PROCESS
         subjects = [subject for subject in subjects if not records.proof_holds(subject.name, layout_name)]
@@ -53,7 +53,9 @@ def verify(
     return 0 if all(proven) else 1
 
 
-def _keep_given_values(subjects: list[GeneratedModel], config: Path | None, settings: Sequence[str]) -> None:
+def _keep_given_values(
+    subjects: list[GeneratedModel], head: str | None, config: Path | None, settings: Sequence[str]
+) -> None:
     """Writes `--config` and `--set` beside the one model that is proven."""
     from patchgen.runtime.verify import given_config
 
@@ -61,10 +63,21 @@ def _keep_given_values(subjects: list[GeneratedModel], config: Path | None, sett
         raise ConfigError(
             f"--config and --set are values for the small config of one model, and {len(subjects)} are proven. To fix: name one."
         )
+    (subject,) = subjects
+    if not subject.is_from_user_file:
+        raise ConfigError(
+            f"--config and --set are for files of your own, and '{subject.name}' is upstream's. To fix: leave them out."
+        )
+    path = subject.directory / given_config.FILE_NAME
+    before = path.read_text(encoding="utf-8") if path.is_file() else None
     try:
-        path = given_config.write(subjects[0].directory, config, settings)
+        given_config.write(subject.directory, config, settings)
+        with _refusals_of(subject), file_errors.told(subject, head):
+            config_class = getattr(subject.upstream(), head or subject.heads[0]).config_class
+            given_config.read(subject.directory).small_config(config_class)
     except (OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
+        path.unlink(missing_ok=True) if before is None else path.write_text(before, encoding="utf-8")
+        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
     console.print(f"small config: values from {path}, also for later proofs and runs; delete it to derive them again")
 
 

@@ -24,10 +24,10 @@ from patchgen.runtime import parallel, seams
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.parallel.expert_load import num_experts_of, routing_index
 from patchgen.runtime.train import reading
+from patchgen.runtime.verify import given_config
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model
-from patchgen.runtime.verify.shrink import shrink
-from patchgen.runtime.verify.small_config import SmallConfigError, small_config
+from patchgen.runtime.verify.small_config import SmallConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -80,10 +80,11 @@ def _join(path: str, name: str) -> str:
 
 def small_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     """A model of these options at small sizes, on the CPU; it draws random numbers."""
+    given = given_config.of_class(model_class)
     try:
-        small = shrink(config).config
+        small = given.shrink(config).config
     except SmallConfigError:  # its options do not fit small sizes; those of the class's defaults do
-        small = small_config(type(config)).config
+        small = given.small_config(type(config)).config
     return build_model(model_class, small).eval()
 
 

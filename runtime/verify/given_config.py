@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from patchgen.runtime.checkpoint.quantised import without_quantisation
 from patchgen.runtime.verify import shrink
 from patchgen.runtime.verify.small_config import REFUSALS, VARIANTS, SmallConfig, SmallConfigError, small_config
 
@@ -46,8 +47,11 @@ class GivenConfig:
         """
         if not self.config:
             return small_config(config_class, variant=variant, exact=self.exact)
+        named = self.config.get("model_type", config_class.model_type)
         try:
-            config = config_class.from_dict(copy.deepcopy(dict(self.config)))
+            if named != config_class.model_type:
+                raise ValueError(f"the config given is of model_type {named!r}, not {config_class.model_type!r}")
+            config = config_class.from_dict(without_quantisation(copy.deepcopy(dict(self.config))))
         except REFUSALS as error:
             raise SmallConfigError(config_class, self.config, error) from error
         return shrink.shrink(config, VARIANTS[variant], exact=self.exact)
@@ -74,16 +78,19 @@ def of_class(generated_class: type) -> GivenConfig:
 
 
 def write(directory: Path, config: Path | None, settings: Sequence[str]) -> Path:
-    """Writes the values of `--config` and `--set` and returns the file's path.
+    """Writes the values of `--config` and `--set` and returns the file's path; those that it has for other fields are kept.
 
     Args:
-        config: a `config.json`; None: the defaults of the class.
+        config: a `config.json`; None: that of an earlier call, or the defaults of the class.
         settings: `field=value`, the value in YAML; `part.field=value` for a sub-config.
 
     Raises:
         ValueError: a setting is not of that form, or the file is no JSON object.
     """
-    content: dict[str, Any] = {}
+    before = read(directory)
+    content: dict[str, Any] = {
+        name: copy.deepcopy(dict(value)) for name, value in (("config", before.config), ("set", before.exact)) if value
+    }
     if config is not None:
         values = json.loads(config.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
@@ -97,7 +104,12 @@ def write(directory: Path, config: Path | None, settings: Sequence[str]) -> Path
         *parts, last = name.split(".")
         for part in parts:
             place = place.setdefault(part, {})
-        place[last] = yaml.safe_load(value)
+            if not isinstance(place, dict):
+                raise ValueError(f"--set {setting}: {part} has the value {place!r}, and no fields.")
+        try:
+            place[last] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"--set {setting}: the value is no YAML: {' '.join(str(error).split())}") from error
     path = directory / FILE_NAME
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return path

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import functools
 import inspect
 import re
@@ -171,6 +172,7 @@ def small_form(
     """
     fields = own_fields(config_class)
     own_exact = {name: value for name, value in exact.items() if name not in config_class.sub_configs}
+    _require_fields(config_class, exact)
     explicit = dict(given) | {name: value for name, value in variant.items() if name in fields}
     if type(declared_value(fields["is_decoder"]) if "is_decoder" in fields else None) is bool:
         # The causal form of a class that is an encoder by default.
@@ -220,6 +222,22 @@ def small_form(
     config = _construct(config_class, overrides)
     nested: dict[str, object] = {key: part.overrides for key, part in parts.items()}
     return SmallConfig(config, prototype, overrides | nested, tuple(unclassified))
+
+
+def _require_fields(config_class: type[PreTrainedConfig], exact: Mapping[str, Any]) -> None:
+    """Refuses values for fields that the class does not have and its modeling file does not read: it would keep any attribute."""
+    known = {field.name for field in _fields(config_class)} | set(config_class.attribute_map)
+    for name, value in exact.items():
+        if name in config_class.sub_configs:
+            if not isinstance(value, Mapping):
+                raise SmallConfigError(
+                    config_class, exact, ValueError(f"{name} is a config of its own: set {name}.FIELD")
+                )
+        elif name not in known and not re.search(rf"config\.{name}\b|\"{name}\"", modeling_source(config_class)):
+            near = difflib.get_close_matches(name, sorted(known), n=3)
+            raise SmallConfigError(
+                config_class, exact, ValueError(f"there is no field {name}; near it: {', '.join(near)}")
+            )
 
 
 def _own_values(

@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 
 from patchgen.runtime.verify import given_config
 from patchgen.runtime.verify.shrink import shrink
-from patchgen.runtime.verify.small_config import small_config
+from patchgen.runtime.verify.small_config import SmallConfigError, small_config
 
 
 def test_no_file_changes_nothing(tmp_path):
@@ -20,9 +20,10 @@ def test_no_file_changes_nothing(tmp_path):
 
 
 def test_set_values_stay_as_they_are(tmp_path):
-    given_config.write(tmp_path, None, ["hidden_size=96", "text_config.num_attention_heads=6"])
-    given = given_config.read(tmp_path)
+    given = given_config.GivenConfig(exact={"hidden_size": 96})
     assert given.small_config(CONFIG_MAPPING["qwen3_moe"]).config.hidden_size == 96
+    given_config.write(tmp_path, None, ["text_config.num_attention_heads=6"])
+    given = given_config.read(tmp_path)
     for variant in ("base", "router_logits"):
         small = given.small_config(CONFIG_MAPPING["qwen3_vl_moe"], variant=variant).config
         assert small.text_config.num_attention_heads == 6
@@ -42,8 +43,46 @@ def test_a_config_is_made_small_with_its_options(tmp_path):
     assert given.small_config(type(config), variant="router_logits").config.output_router_logits is True
 
 
-@pytest.mark.parametrize("setting", ["hidden_size", "=3"])
-def test_a_setting_of_another_form_is_refused(setting, tmp_path):
-    with pytest.raises(ValueError, match="expected field=value"):
-        given_config.write(tmp_path, None, [setting])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["hidden_size"], "expected field=value"),
+        (["=3"], "expected field=value"),
+        (["hidden_size=[1"], "the value is no YAML"),
+        (["head_dim=3", "head_dim.a=4"], "head_dim has the value 3, and no fields"),
+    ],
+)
+def test_a_setting_of_another_form_is_refused(settings, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        given_config.write(tmp_path, None, settings)
     assert not (tmp_path / given_config.FILE_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("hiden_size=96", "there is no field hiden_size; near it: hidden_size"),
+        ("text_confg.hidden_size=96", "there is no field text_confg"),
+        ("text_config.hiden_size=96", "there is no field hiden_size"),
+        ("text_config=5", "text_config is a config of its own"),
+    ],
+)
+def test_a_value_without_effect_is_refused(setting, words, tmp_path):
+    given_config.write(tmp_path, None, [setting])
+    name = "qwen3_vl_moe" if "text" in setting else "qwen3_moe"
+    with pytest.raises(SmallConfigError, match=words):
+        given_config.read(tmp_path).small_config(CONFIG_MAPPING[name])
+
+
+def test_the_config_of_another_model_is_refused(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG_MAPPING["llama"]().to_dict()))
+    given_config.write(tmp_path, file, [])
+    with pytest.raises(SmallConfigError, match="is of model_type 'llama', not 'qwen3_moe'"):
+        given_config.read(tmp_path).small_config(CONFIG_MAPPING["qwen3_moe"])
+
+
+def test_later_values_join_earlier_ones(tmp_path):
+    given_config.write(tmp_path, None, ["hidden_size=96"])
+    given_config.write(tmp_path, None, ["num_experts=6"])
+    assert given_config.read(tmp_path).exact == {"hidden_size": 96, "num_experts": 6}
