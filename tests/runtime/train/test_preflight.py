@@ -23,6 +23,7 @@ from patchgen.runtime.train import model as models
 from patchgen.runtime.train import preflight
 from patchgen.runtime.train.recipe import ModelConfig, RecipeError, from_dict
 from patchgen.runtime.verify import slices, source_closure, verdict
+from patchgen.runtime.verify.given_config import GivenConfig
 from patchgen.runtime.verify.small_config import small_config
 from patchgen.runtime.verify.verify_model import judge
 
@@ -227,7 +228,7 @@ def test_options_that_no_small_model_takes_are_told_of():
     with pytest.warns(
         UserWarning, match="cannot be compared with upstream at small sizes .KeyError: .*LlamaConfig with its defaults"
     ):
-        small = preflight._shrunk_config(LlamaForCausalLM, config)
+        small = preflight._shrunk_config(LlamaForCausalLM, config, GivenConfig())
     assert small.hidden_act == LlamaConfig().hidden_act
 
 
@@ -240,7 +241,7 @@ def test_a_padding_token_without_a_row_is_refused_in_one_sentence(home, tmp_path
 def test_without_a_small_form_each_layer_is_taken_to_need_every_feature():
     config = LlamaConfig(num_hidden_layers=1, vocab_size=16, eos_token_id=list(range(8, 16)))
     head = registry.find_head(config)
-    assert not preflight._is_default(config)
+    assert not preflight._is_default(config, GivenConfig())
     with pytest.warns(UserWarning, match="No small form of this config runs .*more than 7 special tokens"):
         kinds = preflight.attention_choice.kinds_of(head, config)
     assert {kind.features for kind in kinds} == {attention.FEATURES}
