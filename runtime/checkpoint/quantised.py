@@ -274,7 +274,9 @@ class _Found:
             self.used.add(odd)
             self.problems.append(f"{odd}: weights with zero points or in another order are not read.")
             return
-        sizes = (*values.shape[:-1], length or values.shape[-1] * form.per_element) if values.shape else ()
+        sizes: tuple[int, ...] = (
+            (*values.shape[:-1], length or values.shape[-1] * form.per_element) if values.shape else ()
+        )
         grid = scales.shape
         if math.prod(grid) == 1:
             grid = (1,) * len(sizes)
@@ -286,7 +288,7 @@ class _Found:
                 scales, f"has the shape {list(scales.shape)}, which is no grid over {values.name} {list(sizes)}"
             )
             return
-        shape = (*sizes[:-2], sizes[-1], sizes[-2]) if form.is_transposed else sizes
+        shape = (*sizes[:-2], *reversed(sizes[-2:])) if form.is_transposed else sizes
         yield ScaledGrid(
             name, values.file, torch.bfloat16, shape, values.offset,
             form=form, values=values, scales=replace(scales, shape=grid), blocks=blocks, global_scale=whole,

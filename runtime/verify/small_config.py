@@ -171,7 +171,7 @@ def small_form(
         exact: fields with the values that they get, whatever the rules would give; nested for sub-configs.
     """
     fields = own_fields(config_class)
-    own_exact = {name: value for name, value in exact.items() if name not in config_class.sub_configs}
+    own_exact = {name: value for name, value in exact.items() if name not in _sub_configs(config_class)}
     _require_fields(config_class, exact)
     explicit = dict(given) | {name: value for name, value in variant.items() if name in fields}
     if type(declared_value(fields["is_decoder"]) if "is_decoder" in fields else None) is bool:
@@ -228,7 +228,7 @@ def _require_fields(config_class: type[PreTrainedConfig], exact: Mapping[str, An
     """Refuses values for fields that the class does not have and its modeling file does not read: it would keep any attribute."""
     known = {field.name for field in _fields(config_class)} | set(config_class.attribute_map)
     for name, value in exact.items():
-        if name in config_class.sub_configs:
+        if name in _sub_configs(config_class):
             if not isinstance(value, Mapping):
                 raise SmallConfigError(
                     config_class, exact, ValueError(f"{name} is a config of its own: set {name}.FIELD")
