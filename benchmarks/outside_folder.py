@@ -16,7 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 
@@ -46,7 +46,7 @@ this repository: `python benchmarks/outside_folder.py FOLDER` measures a folder 
 `records/outside_files.json`.
 
 """
-COLUMNS = ("file", "origin", "minutes", "mends", "as a run computes", "on two ranks")
+COLUMNS = ("file", "origin", "minutes", "mends", "as a run computes", "on two ranks", "measured")
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Row:
     in_one_process: str
     on_two_ranks: str
     is_proven: bool
+    measured: str = field(default_factory=lambda: str(date.today()))
 
 
 def main() -> None:
@@ -98,7 +99,7 @@ def page(record: dict) -> str:
     ]
     lines += ["| " + " | ".join(COLUMNS) + " |", "| " + " | ".join("---" for _ in COLUMNS) + " |"]
     for row in sorted(rows, key=lambda one: (not one.is_proven, one.file)):
-        cells = (row.file, row.origin, str(row.minutes), row.mends, row.in_one_process, row.on_two_ranks)
+        cells = (row.file, row.origin, str(row.minutes), row.mends, row.in_one_process, row.on_two_ranks, row.measured)
         lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return HEAD + "\n".join(lines) + "\n"
 
@@ -106,7 +107,7 @@ def page(record: dict) -> str:
 def versions() -> str:
     """The releases that a row was measured with."""
     return (
-        f"Measured on {date.today()} with patchgen {patchgen.__version__}, torch {torch.__version__.partition('+')[0]} (CPU) and "
+        f"Measured with patchgen {patchgen.__version__}, torch {torch.__version__.partition('+')[0]} (CPU) and "
         f"transformers {transformers.__version__}"
     )
 
