@@ -38,7 +38,7 @@ from patchgen.upstream import load
 RECORD, PAGE = Path("records/outside_files.json"), Path("docs/outside_files.md")
 HEAD = """# Files from elsewhere, measured
 
-Modeling files of public packages that no test of this repository names. Each was taken from its wheel, mended by hand for
+Modeling files of public packages. Each was taken from its wheel, mended by hand for
 transformers 5 ([from_transformers_4.md](from_transformers_4.md) has the mends), generated, and compared with the mended file at
 small sizes in fp32: as a run computes, and on two ranks with FSDP, under EP 2 where a pass divides its experts. Figures are the
 largest relative differences of loss and gradients; minutes of reading errors and editing are estimates. The files are not part of

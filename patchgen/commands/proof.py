@@ -68,16 +68,22 @@ def _keep_given_values(
         raise ConfigError(
             f"--config and --set are for files of your own, and '{subject.name}' is upstream's. To fix: leave them out."
         )
+    for setting in settings:
+        if not all(part.isidentifier() for part in setting.partition("=")[0].split(".")):
+            raise ConfigError(f"--set {setting}: expected field=value, as in --set num_key_value_heads=4.")
+    with _refusals_of(subject), file_errors.told(subject, head):
+        config_class = getattr(subject.upstream(), head or subject.heads[0]).config_class
     path = subject.directory / given_config.FILE_NAME
     before = path.read_text(encoding="utf-8") if path.is_file() else None
     try:
         given_config.write(subject.directory, config, settings)
-        with _refusals_of(subject), file_errors.told(subject, head):
-            config_class = getattr(subject.upstream(), head or subject.heads[0]).config_class
+        with _refusals_of(subject):
             given_config.read(subject.directory).small_config(config_class)
-    except (OSError, ValueError) as error:
+    except BaseException as error:
         path.unlink(missing_ok=True) if before is None else path.write_text(before, encoding="utf-8")
-        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+        if isinstance(error, (OSError, ValueError)):
+            raise ConfigError(str(error)) from error
+        raise
     console.print(f"small config: values from {path}, also for later proofs and runs; delete it to derive them again")
 
 

@@ -26,6 +26,23 @@ def test_values_for_several_models_are_refused(tmp_path):
         invoke("verify", "qwen3", "qwen3_moe", "--set", "hidden_size=96", "--generated", str(tmp_path))
 
 
+def test_a_refused_value_is_not_kept(tmp_path):
+    """Neither a field that the class does not have nor a name that is none; what an earlier call gave stays."""
+    code, output = str(SOURCE), tmp_path / "generated"
+    invoke("generate", "list_moe", "--source", code, "--output", str(output))
+    kept = output / "list_moe" / given_config.FILE_NAME
+    arguments = ("verify", "--code", code, "--generated", str(output), "--set")
+    with pytest.raises(ConfigError, match="no field hiden_size; near it: hidden_size") as refused:
+        invoke(*arguments, "hiden_size=96")
+    assert "fault of patchgen" not in str(refused.value) and not kept.exists()
+    given_config.write(kept.parent, None, ["hidden_size=96"])
+    before = kept.read_text()
+    for setting in ("hid(=3", "a..b=3", "hidden_size.x=3"):
+        with pytest.raises(ConfigError, match="--set"):
+            invoke(*arguments, setting)
+        assert kept.read_text() == before
+
+
 @pytest.mark.slow  # a whole proof, on two ranks as well
 def test_a_config_class_that_refuses_the_derived_sizes(tmp_path):
     """Its error says what to set; the proof with it is recorded, and is of this file of values alone."""
