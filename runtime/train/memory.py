@@ -65,7 +65,7 @@ def estimate(
     itemsize = (compute_dtype or getattr(torch, recipe.model.dtype)).itemsize
     experts = set(sharding.expert_paths(model))
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    of_muon = optimizers.muon_matrices(model, trainable) if recipe.optim.name == "muon" else {}
+    of_muon = optimizers.muon_matrices(model, trainable, recipe.optim) if recipe.optim.name == "muon" else {}
     stored, trained, states = 0, 0, 0
     for name, parameter in model.named_parameters():
         share = -(-parameter.numel() // layout.num_shards) * parameter.element_size()

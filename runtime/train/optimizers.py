@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from patchgen.kernels.packages import failed_import
-from patchgen.runtime.objectives.heads import head_of
 from patchgen.runtime.train.adamw import AdamW
+from patchgen.runtime.train.muon import Muon
+from patchgen.runtime.train.muon_matrices import examples, muon_matrices, muon_parts
 from patchgen.runtime.train.recipe import OptimConfig, RecipeError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     for pattern in patterns:
         names = fnmatch.filter(parameters, pattern)
         if not names:
-            raise RecipeError(f"model.freeze: '{pattern}' matches no parameter. {_examples(parameters)}")
+            raise RecipeError(f"model.freeze: '{pattern}' matches no parameter. {examples(parameters)}")
         frozen += names
     for name in frozen:
         parameters[name].requires_grad_(False)
@@ -92,19 +93,15 @@ def build(model: PreTrainedModel, config: OptimConfig) -> torch.optim.Optimizer:
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     require_effective_groups(model, config)
-    matrices = muon_matrices(model, trainable) if config.name == "muon" else {}
+    matrices = muon_matrices(model, trainable, config) if config.name == "muon" else {}
     others = {name: parameter for name, parameter in trainable.items() if name not in matrices}
     parts: list[torch.optim.Optimizer] = []
     if matrices:
         groups = parameter_groups(matrices, config, peak=config.muon_lr or config.lr)
-        muon = torch.optim.Muon(
-            groups,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            momentum=config.momentum,
-            adjust_lr_fn="match_rms_adamw",
+        divided = muon_parts(model, matrices, config)
+        parts.append(
+            Muon(groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum, parts=divided)
         )
-        parts.append(muon)
     if others:
         groups = parameter_groups(others, config, peak=config.lr)
         adamw = adamw_for(next(iter(others.values())))
@@ -138,18 +135,6 @@ def parameter_groups(trainable: dict[str, nn.Parameter], config: OptimConfig, *,
     ]
 
 
-def muon_matrices(model: PreTrainedModel, trainable: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """The parameters for Muon: the matrices of layers, without embeddings and head, whose rows are tokens; torch's Muon
-    refuses the three dimensions of stacked experts."""
-    token_matrices = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding) or module is head_of(model)
-        for parameter in module.parameters(recurse=False)
-    }
-    return {name: p for name, p in trainable.items() if p.ndim == 2 and id(p) not in token_matrices}
-
-
 def require_effective_groups(model: nn.Module, config: OptimConfig) -> None:
     """Raises RecipeError for a group that changes no trainable parameter."""
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -157,9 +142,7 @@ def require_effective_groups(model: nn.Module, config: OptimConfig) -> None:
     for group in config.groups:
         matches = fnmatch.filter(trainable, group.pattern)
         if not matches:
-            raise RecipeError(
-                f"optim.groups: '{group.pattern}' matches no trainable parameter. {_examples(trainable)}"
-            )
+            raise RecipeError(f"optim.groups: '{group.pattern}' matches no trainable parameter. {examples(trainable)}")
         members = [trainable[name] for name in matches if name not in in_earlier_groups]
         if not members:
             raise RecipeError(
@@ -172,8 +155,3 @@ def require_effective_groups(model: nn.Module, config: OptimConfig) -> None:
                 "norms, which do not decay. To fix: set optim.decay_vectors: true."
             )
         in_earlier_groups.update(matches)
-
-
-def _examples(parameters: dict[str, nn.Parameter]) -> str:
-    names = list(parameters)
-    return f"There are {len(names)}, such as {', '.join(names[:3] + names[-2:])}."

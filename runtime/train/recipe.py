@@ -96,7 +96,7 @@ class Recipe:
         if optim.decay_steps and optim.schedule != "wsd":
             raise ValueError(f"optim.decay_steps is for schedule 'wsd'; '{optim.schedule}' would ignore it.")
         if optim.name != "muon":
-            for name in ("muon_lr", "momentum"):
+            for name in ("muon_lr", "momentum", "muon_experts", "muon_by_head"):
                 if getattr(optim, name) != getattr(OptimConfig, name):
                     raise ValueError(f"optim.{name} is for optimizer 'muon'; '{optim.name}' would ignore it.")
         if train.profile_start != TrainConfig.profile_start and not train.profile_steps:

@@ -19,7 +19,7 @@ from patchgen.runtime.checkpoint.saved_steps import SavedSteps
 from patchgen.runtime.train.recipe import Recipe, RecipeError, flatten, from_dict, to_dict
 
 RECIPE_FILE = "recipe.yaml"
-FIXED_KEYS = ("optim.name.", "lora.", "objective.name.", "model.resize_vocab.")
+FIXED_KEYS = ("optim.name.", "optim.muon_experts.", "lora.", "objective.name.", "model.resize_vocab.")
 """Starts of dotted keys with a dot at their end: `lora.` is the whole section, `optim.name.` this key alone. Another value
 would change the trained parameters or their optimizer state. An objective's reference is the model before its run, so that
 model must not have been trained with another objective."""
@@ -101,6 +101,8 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     Keys and values that are not valid today stay as they are. If no valid recipe is left without them, it gets no defaults, and
     every key that it lacks counts as a change."""
     valid, outdated = copy.deepcopy(values), dict[str, Any]()
+    if isinstance(valid.get("optim"), dict) and valid["optim"].get("name") == "muon":
+        valid["optim"].setdefault("muon_experts", False)  # AdamW stepped experts before there was this key
     while True:
         try:
             return flatten(to_dict(from_dict(valid))) | outdated

@@ -161,7 +161,7 @@ class OptimConfig:
     """The optimizer, its schedule, and what happens to gradients before it.
 
     Attributes:
-        name: "muon" takes the matrices of layers; embeddings, heads, vectors and stacked experts get AdamW.
+        name: "muon" takes the matrices of layers and of experts, each by itself; embeddings, heads and vectors get AdamW.
         lr: peak learning rate.
         betas: of AdamW.
         eps: of AdamW.
@@ -169,6 +169,8 @@ class OptimConfig:
         decay_vectors: weight decay also on biases and norms.
         momentum: of Muon.
         muon_lr: peak learning rate of Muon's parameters, whose updates are scaled to AdamW's size; null: `lr`.
+        muon_experts: stacked experts get Muon as well, gate and up apart; false: AdamW.
+        muon_by_head: patterns of matrices whose rows are heads, such as `*.q_proj.weight`: each head by itself.
         groups: parameters with their own settings; the first group that matches applies.
         schedule: after the warmup: constant; linear or cosine down to `min_lr_ratio`; or warmup-stable-decay, linear
             over the last `decay_steps`.
@@ -188,6 +190,8 @@ class OptimConfig:
     decay_vectors: bool = False
     momentum: FractionBelowOne = 0.95
     muon_lr: PositiveFloat | None = None
+    muon_experts: bool = True
+    muon_by_head: tuple[str, ...] = ()
     groups: tuple[ParameterGroupConfig, ...] = ()
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup_steps: NonNegativeInt = 0

@@ -65,6 +65,15 @@ def test_a_recipe_that_lacks_what_has_no_default_differs_in_every_key_that_it_la
     assert "\n  model.source: not set -> 'qwen3'" in told and "\n  retired: 1 -> not set" in told
 
 
+def test_a_run_from_before_muon_stepped_experts_had_adamw_for_them(values):
+    """Their moments are no momentum: the run continues as it began, or is refused with the key."""
+    values = {**values, "lora": None, "optim": {"name": "muon"}}
+    save(values, 6, "optim.muon_experts")
+    with pytest.raises(RecipeError, match=r"(?s)cannot be resumed .*optim.muon_experts: False -> True\n"):
+        resume_changes.require_resumable(from_dict(values))
+    resume_changes.require_resumable(from_dict({**values, "optim": {"name": "muon", "muon_experts": False}}))
+
+
 def test_a_run_from_before_there_were_adapters_had_none(values):
     whole = {name: section for name, section in values.items() if name != "lora"}
     save(whole, 6, "lora", "teacher")
