@@ -52,6 +52,14 @@ MODEL = f"H {HIDDEN}, I {INNER}, E {EXPERTS}, k {TOP_K}, {LAYERS} layers, {ROWS}
 
 
 class Layer(nn.Module):
+    """One layer of the decoder.
+
+    Attributes:
+        dtype: of the norms' outputs and of what experts compute.
+    """
+
+    dtype = torch.bfloat16
+
     def __init__(self, backend: str) -> None:
         super().__init__()
         self.backend, self.act = backend.partition(",")[0], nn.SiLU()
@@ -66,20 +74,24 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`x [B, S, H]` and the loss that balances the router."""
-        normed = self.norms[0](x).bfloat16()
+        normed = self.norms[0](x).to(self.dtype)
         q, k, v = (linear(normed).unflatten(-1, (HEADS, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.o(mixed)
-        tokens = self.norms[1](x).flatten(0, 1).bfloat16()
+        tokens = self.norms[1](x).flatten(0, 1).to(self.dtype)
         shares = self.router(tokens).float().softmax(-1)
-        weights, index = shares.topk(TOP_K, dim=-1)
-        weights = (weights / weights.sum(-1, keepdim=True)).bfloat16()
-        stacks = self.gate_up.bfloat16(), self.down.bfloat16()
+        weights, index = self.select(shares)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(self.dtype)
+        stacks = self.gate_up.to(self.dtype), self.down.to(self.dtype)
         out = fused_moe(
             tokens, index, weights, *stacks, num_experts=EXPERTS, activation=self.act, backend=self.backend
         )
         load = F.one_hot(index, EXPERTS).sum((0, 1)) / index.numel()
         return x + out.view_as(x), EXPERTS * (load * shares.mean(0)).sum()
+
+    def select(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+        """The shares and the indices of a token's experts, of `shares [T, E]`."""
+        return shares.topk(TOP_K, dim=-1)
 
 
 class Decoder(nn.Module):
