@@ -39,6 +39,7 @@ LABELS = {
     "fp8, linear but o": "FP8 experts and q, k, v",
     "fp8, linear but q k v": "FP8 experts and o",
     "fp8, linear narrow": "FP8 experts and q, k, v, o with their weight gradients",
+    "fp8, linear but layers 1 2": "FP8 experts and q, k, v, o but for layers 1 and 2",
 }
 """Experts' kernels, and which linear layers of attention are in FP8, all of them as `train.precision: fp8` has them."""
 DEFAULT = ("triton", "fp8", "fp8, linear", "fp8, linear but q k", "fp8, linear but o", "fp8, linear but q k v")
@@ -94,11 +95,17 @@ class Layer(nn.Module):
         return shares.topk(TOP_K, dim=-1)
 
 
+def _of_layer(backend: str, number: int) -> str:
+    """The option of one layer: without FP8 in its linear layers if it is left out."""
+    everywhere, _, left_out = backend.partition(" but layers ")
+    return everywhere.partition(",")[0] if str(number) in left_out.split() else everywhere
+
+
 class Decoder(nn.Module):
     def __init__(self, backend: str) -> None:
         super().__init__()
         self.embed, self.places = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(LENGTH, HIDDEN)
-        self.layers = nn.ModuleList(Layer(backend) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer(_of_layer(backend, number)) for number in range(LAYERS))
         self.norm, self.head = nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
