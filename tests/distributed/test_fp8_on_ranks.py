@@ -20,9 +20,9 @@ from patchgen.kernels.linear import fp8_reference
 SHARE = 1 / 32
 """Of what FP8 changes in losses and weights, the most that another layout changes in them.
 
-Sums in another order move a value by `UNITS` of eps, relative. Where the values of e4m3 are a share of 1/8 apart, or less, a
-move by d takes a share of 8 d of them to the neighbour: an error of sqrt(d / 8) in the 2-norm, 7e-4, where rounding itself
-is one of 2.5e-2. Of these two layers nearly no value moves; in many, or in bf16, whose d is 2^-9, layouts differ up to as
+Sums in another order move a value by a share d of itself, `UNITS` of eps. Its neighbour in e4m3 is a share s of 1/16 to 1/8
+away, and the value falls there with probability d / s: an error of sqrt(d s) in the 2-norm, at most sqrt(d / 8), 7e-4, where
+that of rounding itself is 2.5e-2. In bf16, whose d is 2^-9, or where many layers follow each other, layouts may differ by as
 much as FP8 does from what it rounds.
 """
 LOST = 2.0**-10
