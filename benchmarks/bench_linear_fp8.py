@@ -3,9 +3,10 @@
     python benchmarks/bench_linear_fp8.py --blocks qwen3_30b_attention qwen3_8b_mlp
 
 A block is what `train.precision: fp8` computes in FP8 in one layer of a model: q, k and v of one tensor, and o of another; gate
-and up of one, and down. Options: bf16; `fp8`, whose weight gradients are in bf16; `fp8, narrow`, where they are in FP8, too. All
-in one process, in turns, replayed as CUDA graphs on a busy GPU (`bench_moe.Timed`): the host launches the kernels of a block
-alone more slowly than they run. Errors against fp32. Appends to results_linear_fp8.csv.
+and up of one, and down. Options: bf16; `fp8`, whose weight gradients are in bf16; `fp8, narrow`, where they are in FP8, too;
+where torchao is installed its recipes of the same two kinds, the block compiled, as torchao asks for. All in one process, in
+turns, replayed as CUDA graphs on a busy GPU (`bench_moe.Timed`): the host launches the kernels of a block alone more slowly
+than they run. Errors against fp32. Appends to results_linear_fp8.csv.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from result_rows import append
 from torch import Tensor, nn
 
 from patchgen.kernels.linear import fp8_linear
+from patchgen.kernels.packages import failed_import
 
 RESULTS = Path(__file__).with_name("results_linear_fp8.csv")
 COLUMNS = ("date", "versions", "commit", "block", "tokens", "what", "ms", "calls", "forward_ms", "of_bf16", "errors")
@@ -31,6 +33,8 @@ BLOCKS: dict[str, Sizes] = {  # inputs, and the outputs of the layers that read 
     "qwen3_8b_mlp": ((4096, (12288, 12288)), (12288, (4096,))),
 }
 OPTIONS = ("bf16", "fp8", "fp8, narrow")
+TORCHAO = {"torchao": "rowwise_with_gw_hp", "torchao, narrow": "rowwise"}
+"""Options, and the recipes of torchao that they are."""
 
 
 class Block:
@@ -41,8 +45,9 @@ class Block:
         self.layers: list[list[nn.Linear]] = []
         for inputs, outputs in sizes:
             group = [nn.Linear(inputs, size, bias=False, device="cuda", dtype=torch.bfloat16) for size in outputs]
+            group = [_by_torchao(layer, TORCHAO[option]) for layer in group] if option in TORCHAO else group
             self.layers.append([layer.to(dtype) for layer in group])
-            for layer in group if option != "bf16" else ():
+            for layer in group if option in ("fp8", "fp8, narrow") else ():
                 fp8_linear.convert(layer, narrow_gradient=option == "fp8, narrow")
 
     def inputs(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -57,6 +62,17 @@ class Block:
         outs = self.forward(inputs)
         weights = [layer.weight for group in self.layers for layer in group]
         return outs, torch.autograd.grad(outs, [*inputs, *weights], grads)
+
+
+def _by_torchao(layer: nn.Linear, recipe: str) -> nn.Linear:
+    from torchao.float8 import Float8LinearConfig  # pyright: ignore[reportMissingImports]  # of one's own
+    from torchao.float8.float8_linear import Float8Linear  # pyright: ignore[reportMissingImports]
+
+    return Float8Linear.from_float(layer, Float8LinearConfig.from_recipe_name(recipe))
+
+
+def options() -> list[str]:
+    return [*OPTIONS, *(TORCHAO if failed_import("torchao.float8") is None else ())]
 
 
 def errors_of(sizes: Sizes, option: str, tokens: int) -> str:
@@ -90,11 +106,13 @@ def captured(function: Callable[[], object]) -> Callable[[], None]:
 
 def rows_of(name: str, tokens: int, check_tokens: int, milliseconds: int):
     sizes = BLOCKS[name]
-    errors = {option: errors_of(sizes, option, check_tokens) for option in OPTIONS}
+    errors = {option: errors_of(sizes, option, check_tokens) for option in options()}
     torch.cuda.empty_cache()
     runs: dict[str, tuple[Callable, Callable]] = {}
-    for option in OPTIONS:
+    for option in options():
         block = Block(sizes, option)
+        if option in TORCHAO:
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
         inputs = block.inputs(tokens)
         grads = [torch.randn_like(out) for out in block.forward(inputs)]
 
@@ -116,7 +134,7 @@ def rows_of(name: str, tokens: int, check_tokens: int, milliseconds: int):
             "of_bf16": round(timed["bf16"][1].median / of_both.median, 3),
             "errors": errors[option],
         }
-    for option in OPTIONS:
+    for option in options():
         for kernel, ms, calls in kernels_of(runs[option][1]):
             yield case | {"what": f"{option}: {kernel[:90]}", "ms": round(ms, 3), "calls": calls}
 

@@ -292,7 +292,7 @@ def memory_of(function: Callable[[Problem], Tensor], problem: Problem) -> tuple[
 
 
 def versions() -> str:
-    names = ("torch", "triton", "transformers", "liger-kernel", "sonic-moe", "quack-kernels")
+    names = ("torch", "triton", "transformers", "liger-kernel", "sonic-moe", "quack-kernels", "torchao")
     installed = [f"{name} {importlib.metadata.version(name)}" for name in names if _has(name)]
     return ", ".join([torch.cuda.get_device_name(), f"cuda {torch.version.cuda}", *installed])
 

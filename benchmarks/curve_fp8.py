@@ -39,6 +39,7 @@ LABELS = {
     "fp8, linear but o": "FP8 experts and q, k, v",
     "fp8, linear but q k v": "FP8 experts and o",
     "fp8, linear narrow": "FP8 experts and q, k, v, o with their weight gradients",
+    "fp8, linear but layers 1 2": "FP8 experts and q, k, v, o but for layers 1 and 2",
 }
 """Experts' kernels, and which linear layers of attention are in FP8, all of them as `train.precision: fp8` has them."""
 DEFAULT = ("triton", "fp8", "fp8, linear", "fp8, linear but q k", "fp8, linear but o", "fp8, linear but q k v")
@@ -52,6 +53,14 @@ MODEL = f"H {HIDDEN}, I {INNER}, E {EXPERTS}, k {TOP_K}, {LAYERS} layers, {ROWS}
 
 
 class Layer(nn.Module):
+    """One layer of the decoder.
+
+    Attributes:
+        dtype: of the norms' outputs and of what experts compute.
+    """
+
+    dtype = torch.bfloat16
+
     def __init__(self, backend: str) -> None:
         super().__init__()
         self.backend, self.act = backend.partition(",")[0], nn.SiLU()
@@ -66,27 +75,37 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`x [B, S, H]` and the loss that balances the router."""
-        normed = self.norms[0](x).bfloat16()
+        normed = self.norms[0](x).to(self.dtype)
         q, k, v = (linear(normed).unflatten(-1, (HEADS, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.o(mixed)
-        tokens = self.norms[1](x).flatten(0, 1).bfloat16()
+        tokens = self.norms[1](x).flatten(0, 1).to(self.dtype)
         shares = self.router(tokens).float().softmax(-1)
-        weights, index = shares.topk(TOP_K, dim=-1)
-        weights = (weights / weights.sum(-1, keepdim=True)).bfloat16()
-        stacks = self.gate_up.bfloat16(), self.down.bfloat16()
+        weights, index = self.select(shares)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(self.dtype)
+        stacks = self.gate_up.to(self.dtype), self.down.to(self.dtype)
         out = fused_moe(
             tokens, index, weights, *stacks, num_experts=EXPERTS, activation=self.act, backend=self.backend
         )
         load = F.one_hot(index, EXPERTS).sum((0, 1)) / index.numel()
         return x + out.view_as(x), EXPERTS * (load * shares.mean(0)).sum()
 
+    def select(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+        """The shares and the indices of a token's experts, of `shares [T, E]`."""
+        return shares.topk(TOP_K, dim=-1)
+
+
+def _of_layer(backend: str, number: int) -> str:
+    """The option of one layer: without FP8 in its linear layers if it is left out."""
+    everywhere, _, left_out = backend.partition(" but layers ")
+    return everywhere.partition(",")[0] if str(number) in left_out.split() else everywhere
+
 
 class Decoder(nn.Module):
     def __init__(self, backend: str) -> None:
         super().__init__()
         self.embed, self.places = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(LENGTH, HIDDEN)
-        self.layers = nn.ModuleList(Layer(backend) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer(_of_layer(backend, number)) for number in range(LAYERS))
         self.norm, self.head = nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -80,19 +80,29 @@ def _is_traced() -> bool:
 
 # ------------------------------------------------------------------------------ inputs that several layers read
 
-_last: tuple[weakref.ref[Tensor], int, bool, tuple[Tensor, Tensor]] | None = None
-"""The last input, its version, whether a CUDA graph was captured, and its rows: q, k and v are given the same tensor."""
+_last: tuple[weakref.ref[Tensor], tuple[int, int, bool], tuple[Tensor, Tensor]] | None = None
+"""The last input, what `_state_of` said of it, and its rows: q, k and v are given the same tensor."""
+
+
+def _state_of(x: Tensor) -> tuple[int, int, bool]:
+    """What changes when x is written, or given other memory; and whether a CUDA graph is captured.
+
+    What writes into the memory of x without telling autograd, `x.data.mul_(2)` or a kernel by its address, changes nothing
+    here, between two layers that read x. The gradients of `nn.Linear` would be wrong then, too: it saves x, and autograd sees
+    by the same version that it is as it was.
+    """
+    return x._version, x.data_ptr(), x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _rows_of(x: Tensor) -> tuple[Tensor, Tensor]:
     global _last
     if x.is_inference():
         return _quantised(x)
-    key = x._version, x.is_cuda and torch.cuda.is_current_stream_capturing()
-    if _last is not None and _last[0]() is x and _last[1:3] == key:
-        return _last[3]
+    state = _state_of(x)
+    if _last is not None and _last[0]() is x and _last[1] == state:
+        return _last[2]
     found = _quantised(x.detach())
-    _last = weakref.ref(x), *key, found
+    _last = weakref.ref(x), state, found
     return found
 
 

@@ -36,8 +36,7 @@ def fp8_product(rows: Quantised, weight: Quantised, plan: Plan, dtype: torch.dty
     """`[P, N]`, padded; unused tiles are not written, padding rows are undefined."""
     depth, columns = rows.values.shape[1], weight.values.shape[1]
     out = torch.empty(plan.num_padded, columns, dtype=dtype, device=rows.values.device)
-    is_one_step = depth <= FP8_ROWS.k  # as a loop in Gluon not run on a GPU; that of `gate_up` fails to compile
-    if not is_one_step and is_specialized_here(rows.values) and is_specialized_here(weight.values):
+    if is_specialized_here(rows.values) and is_specialized_here(weight.values):
         from patchgen.kernels.moe.fp8_product_specialized import specialized_product  # needs Gluon
 
         specialized_product(*rows, *weight, out, plan)

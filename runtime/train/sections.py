@@ -251,7 +251,8 @@ class TrainConfig:
             counted.
         precision: null: all products in `parallel.param_dtype`; fp8: those of experts, and of the linear layers of attention and
             dense MLPs, in FP8 (e4m3) on GPUs from Hopper on. What is stored and exported is the same. The linear layers cost a
-            small model 0.5 % of its held-out loss (kernels/README.md), which `kernels.fused_moe: fp8` alone did not.
+            small model 0.5 % of its held-out loss, nearly all by those of two of its six layers (kernels/README.md);
+            `kernels.fused_moe: fp8` alone cost none.
         fp8: which of these linear layers, and what of them.
         seed: of random weights and of random numbers in a step.
         deterministic: use torch's deterministic algorithms where they exist.

@@ -119,7 +119,8 @@ def test_five_steps_have_the_same_bits():
 
 
 def test_layers_that_read_one_tensor_quantise_it_once(monkeypatch):
-    """As q, k and v do; an input that was written since is quantised again, and so is another with the same values."""
+    """As q, k and v do; an input that was written since is quantised again, one that was given other memory, and another with the
+    same values."""
     calls: list[tuple] = []
     products = fp8_products if on_gpu else fp8_reference
     rows = products.rows
@@ -132,6 +133,8 @@ def test_layers_that_read_one_tensor_quantise_it_once(monkeypatch):
     assert calls.count((5, 96)) == 2
     x.mul_(-1)
     assert error(layers[0](x), -outs[0] + 2 * layers[0].bias) < 1e-2 and calls.count((5, 96)) == 3
+    x.data = -x.data
+    assert error(layers[0](x), outs[0]) < 1e-2 and calls.count((5, 96)) == 4
 
 
 def test_no_tokens_and_frozen_weights_and_inputs():

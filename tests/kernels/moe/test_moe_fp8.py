@@ -223,9 +223,18 @@ def test_sums_of_one_sign_are_promoted():
 
 @pytest.mark.gpu
 @needs_gluon
-@pytest.mark.parametrize(("depth", "columns", "counts"), [(2096, 208, (300, 0, 129)), (256, 768, (40, 700, 1))])
+@pytest.mark.parametrize(
+    ("depth", "columns", "counts"),
+    [
+        (2096, 208, (300, 0, 129)),
+        (256, 768, (40, 700, 1)),
+        (128, 512, (200, 0, 130)),
+        (64, 208, (1, 300, 0)),
+        (16, 80, (40, 0, 129)),
+    ],
+)
 def test_kernels_with_warp_roles_have_the_bits_of_those_in_triton(monkeypatch, depth, columns, counts):
-    """Depths, columns and rows that no tile divides, and an expert without rows."""
+    """Depths, columns and rows that no tile divides, depths of one step, and an expert without rows."""
     index = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))[:, None].to(DEVICE)
     plan = make_plan(index, 3)
     used = int(plan.tile_start[-1]) * BLOCK_M

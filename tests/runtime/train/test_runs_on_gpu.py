@@ -174,16 +174,40 @@ def test_one_device_trains_saves_continues_and_exports(device, text, expected, t
     check_export(tmp_path, text, 0.8 * expected[0])
 
 
+def wide(text: Path, place: Path, **train: object) -> dict:
+    """A recipe of a width that is several steps of the FP8 kernels' depth, where that of the experts is one."""
+    values = recipe(text, place, kernels={"fused_moe": None}, train=train)
+    values["model"]["overrides"]["hidden_size"] = 256
+    return values
+
+
 @on_each_device
-def test_a_run_in_fp8_continues_and_exports(device, text, expected, tmp_path):
+def test_a_run_in_fp8_continues_and_exports(device, text, tmp_path):
     """On a CPU by the reference, and experts by theirs; what is exported is not in FP8."""
-    whole = recipe(text, tmp_path, kernels={"fused_moe": None})
-    whole["train"]["precision"] = "fp8"
-    told = run(device, {**whole, "train": {**whole["train"], "steps": HALF}})
+    run("cpu", wide(text, tmp_path / "exact") | {"parallel": {"param_dtype": "float32"}})
+    expected, place = losses(tmp_path / "exact"), tmp_path / "fp8"
+    told = run(device, wide(text, place, precision="fp8", steps=HALF))
     assert "fp8: 2 q_proj, 2 k_proj, 2 v_proj, 2 o_proj" in told
-    assert f"continued after step {HALF}" in run(device, whole)
-    check(tmp_path, device, expected, 0.05)
-    check_export(tmp_path, text, 0.8 * expected[0])
+    assert f"continued after step {HALF}" in run(device, wide(text, place, precision="fp8"))
+    check(place, device, expected, 0.05)
+    check_export(place, text, 0.8 * expected[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_gradients", ["bfloat16", "fp8"])
+def test_two_runs_in_fp8_have_the_same_bits(weight_gradients, text, tmp_path):
+    """Losses, norms of gradients and every exported byte; with the attention whose backward adds in one order."""
+    found = []
+    for name in ("first", "second"):
+        place = tmp_path / name
+        fp8 = {"precision": "fp8", "fp8": {"weight_gradients": weight_gradients}}
+        values = wide(text, place, **fp8, deterministic=True)
+        values["model"]["attention"] = "patchgen_eager"
+        run("cuda", values)
+        weights = {path.name: path.read_bytes() for path in (place / "run" / "export").glob("*.safetensors")}
+        found.append(([(entry["loss"], entry["grad_norm"]) for entry in steps(place)], weights))
+    assert len(found[0][0]) == STEPS and found[0][1], "a whole run and its weights"
+    assert found[0] == found[1]
 
 
 @on_each_device
