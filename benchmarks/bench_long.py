@@ -12,14 +12,13 @@ every step has the same weights, so losses and gradients of the modes of a lengt
 
 Gradients are compared by samples of each parameter: the distance of a mode's from those of `full`, relative, the largest of all
 parameters; `repeated` is that of `full` from itself, which is not 0 where kernels add atomically. MFU is by
-`runtime/train/flops.py`. A case that would end after --budget seconds is left out. With `--account TOKENS` the first mode
-of that length says whose allocations the peak consists of (`peak_memory.py`).
+`runtime/train/flops.py`. A case that would end after --budget seconds is left out. With `--account TOKENS` one more
+step of the last mode of that length says whose allocations the peak consists of (`peak_memory.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import gc
 import os
@@ -261,9 +260,7 @@ class Run:
                 for _ in range(repeats - 1):
                     _, reference, _, _ = step(model, optimizer, inputs, state)
                 transfers = self.prepare(model, mode, layers, tokens // self.world, sizes)
-                accounted = mode == modes[0] and tokens in self.arguments.account
-                with peak_memory.recorded() if accounted else contextlib.nullcontext() as record:
-                    _, samples, seconds, figures = step(model, optimizer, inputs, state)
+                _, samples, seconds, figures = step(model, optimizer, inputs, state)
             except Exception as error:  # of one case: its row has the reason, shorter cases may follow
                 row["s/step"] = case_failures.reason(error)
                 self.rows.append(row)
@@ -278,9 +275,10 @@ class Run:
             reference = reference or samples
             self.rows.append(row)
             self.say(" | ".join(str(row.get(column, "")) for column in COLUMNS[3:]))
-            if record is not None:
-                self.account(record, model, optimizer, f"{tokens} tokens, {layers} layers, {mode}")
-                record = None
+        if tokens in self.arguments.account and self.fits(predicted):
+            with peak_memory.recorded() as record:
+                step(model, optimizer, inputs, state)
+            self.account(record, model, optimizer, f"{tokens} tokens, {layers} layers, {mode}")
         model = optimizer = inputs = transfers = None
         gc.collect()  # FSDP2's hooks and their modules refer to each other
         if self.device == "cuda":
@@ -346,14 +344,14 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="small sizes, for the CPU")
     parser.add_argument(
         "--cases", nargs="+", metavar="TOKENS:LAYERS:MODES",
-        default=["262144:6:full,inputs,attention", "524288:3:attention,full,inputs", "1048576:2:attention,full,inputs"],
+        default=["262144:6:full,inputs,attention", "524288:3:full,inputs,attention", "1048576:2:attention,full,inputs"],
     )  # fmt: skip
     parser.add_argument("--head-groups", type=int, default=1)
     parser.add_argument(
         "--check", type=int, default=0, metavar="TOKENS", help="compare attention with fp32 at this length"
     )
     parser.add_argument(
-        "--account", type=int, nargs="*", default=[], metavar="TOKENS", help="explain the peak of the first mode of these lengths"
+        "--account", type=int, nargs="*", default=[], metavar="TOKENS", help="explain the peak of the last mode of these lengths"
     )  # fmt: skip
     parser.add_argument("--budget", type=float, default=400.0, help="seconds; a case that would end later is left out")
     return parser.parse_args()

@@ -33,7 +33,8 @@ class Record:
 def recorded() -> Iterator[Record]:
     """Records allocations of the current GPU with their Python stacks."""
     record = Record(before=torch.cuda.memory_allocated())
-    torch.cuda.memory._record_memory_history(enabled="all", context="all", stacks="python")
+    # Not of what is freed: taking a stack there loses the exception by which a checkpoint ends a recomputation early.
+    torch.cuda.memory._record_memory_history(enabled="all", context="alloc", stacks="python")
     try:
         yield record
         torch.cuda.synchronize()
