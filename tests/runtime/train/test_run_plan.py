@@ -106,7 +106,7 @@ def test_a_dry_run_says_what_would_run():
         (
             {"parallel": {"offload_attention": True, "activation_checkpointing": "full"}},
             1,
-            "parallel.offload_attention needs parallel.offload_inputs: true and parallel.activation_checkpointing: full; found false",
+            "needs parallel.offload_inputs: true and parallel.activation_checkpointing: full; found false",
         ),
         ({"parallel": {"head_groups": 2}}, 2, "parallel.head_groups is set, but parallel.sp is 1"),
         ({"model": {"attention": "patchgen_flash_attention_4"}}, 1, "cannot run here: it needs a CUDA device"),
