@@ -133,6 +133,9 @@ def require_replayable(recipe: Recipe, layout: ParallelConfig) -> None:
         "cannot offload to the host: set parallel.activation_checkpointing to none, selective or full": (
             parallel.activation_checkpointing == "offload"
         ),
+        "cannot keep inputs in pieces of host memory that change owners: remove parallel.offload_inputs": (
+            parallel.offload_inputs
+        ),
         "needs an optimizer that updates the compute copies of parameters: set optim.name: adamw": (
             recipe.optim.name != "adamw"
         ),

@@ -21,12 +21,16 @@ from torch import nn
 from patchgen.runtime import seams
 from patchgen.runtime.parallel import ParallelConfig, sharding
 from patchgen.runtime.train import lora_targets, optimizers
-from patchgen.runtime.train.flops import experts_per_token
+from patchgen.runtime.train.flops import experts_per_token, model_cost
 from patchgen.runtime.train.precision import kept_fp8_forms
 from patchgen.runtime.train.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+INPUTS_ON_DEVICE = 2
+"""Of layers whose inputs are in host memory: the running layer's, and one on its way."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +99,14 @@ def estimate(
     tokens = recipe.data.tokens_per_batch // layout.sp
     text_config = model.config.get_text_config()
     saved = [_saved_per_token(layer, text_config) for layer in layers]
-    mode = recipe.parallel.activation_checkpointing
+    mode, offloads = recipe.parallel.activation_checkpointing, recipe.parallel.offload_inputs
     if mode in ("full", "offload"):
-        per_token = text_config.hidden_size * (len(layers) if mode == "full" else 2) + max(saved)
+        num_inputs = min(len(layers), INPUTS_ON_DEVICE) if offloads or mode == "offload" else len(layers)
+        per_token = text_config.hidden_size * num_inputs + max(saved)
     else:
         per_token = sum(saved) // (2 if mode == "selective" else 1)
+        if offloads:
+            per_token -= text_config.hidden_size * max(0, len(layers) - INPUTS_ON_DEVICE)
     is_sharded = layout.num_shards > 1 or compute_dtype is not None
     in_experts = sum(p.numel() for name, p in model.named_parameters() if name in experts and p.dim() == 3)
     kept = kept_fp8_forms(recipe, layout) * -(-in_experts // layout.ep)
@@ -113,6 +120,20 @@ def estimate(
         activations=activation_bytes,
         logits=0 if fused_loss else tokens * text_config.vocab_size * 8,
     )
+
+
+def host_bytes(model: PreTrainedModel, recipe: Recipe, layout: ParallelConfig, itemsize: int) -> int:
+    """Bytes of host memory of one rank that `parallel.offload_inputs` and `offload_attention` take; 0 without.
+
+    Args:
+        itemsize: of the dtype that layers compute in.
+    """
+    if not recipe.parallel.offload_inputs:
+        return 0
+    per_token = model.config.get_text_config().hidden_size * len(sharding.find_layers(model, None))
+    if recipe.parallel.offload_attention:  # results have the heads and the size of values: half of `N (D_qk + D_v)`
+        per_token += sum(width // 2 for width, _ in model_cost(model).attention)
+    return recipe.data.tokens_per_batch // layout.sp * per_token * itemsize
 
 
 def _reduction(model: PreTrainedModel, recipe: Recipe, root: int, layer: int, itemsize: int, activations: int) -> int:

@@ -23,7 +23,7 @@ from patchgen.runtime.checkpoint.load import CheckpointMatch
 from patchgen.runtime.checkpoint.quantised import forget_quantisation
 from patchgen.runtime.objectives import choose, encoder_decoder
 from patchgen.runtime.objectives.heads import TaskHead, UnknownHeadError, head_over
-from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding, undivided
+from patchgen.runtime.parallel import ParallelConfig, checkpointing, offloaded_inputs, report, sharding, undivided
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.parts import part_files
 from patchgen.runtime.train import (
@@ -351,6 +351,8 @@ def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> S
     model = build_on_meta(recipe)
     precision.convert(model, recipe)
     checkpointing.apply(model, recipe.parallel.activation_checkpointing)
+    if recipe.parallel.offload_inputs:
+        offloaded_inputs.apply(model, attention=recipe.parallel.offload_attention)
     sharding.shard_model(model, state, options=sharding_options(recipe.parallel, device))
     if kept := precision.kept_fp8_forms(recipe, state.config):
         undivided.keep_fp8(model, transposed=kept > 1)

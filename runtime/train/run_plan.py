@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from patchgen.runtime import attention_kinds
 from patchgen.runtime.checkpoint.load import match_checkpoint
 from patchgen.runtime.objectives import choose
@@ -189,6 +191,7 @@ def describe(
         "",
         estimate.text(),
         *_share_of_device(estimate.total, device),
+        *_host_memory(recipe, model, layout, options.param_dtype),
         "",
         draw(layout) if layout.world <= DRAWN_RANKS else summary(layout),
     ]
@@ -210,6 +213,16 @@ def _share_of_device(total: int, device: PlannedDevice) -> list[str]:
     share = total / device.memory
     more = "; it does not fit: docs/troubleshooting.md says what takes less" if share > 1 else ""
     return [f"  {share:.0%} of the {device.memory / 2**30:.0f} GiB of a device{more}"]
+
+
+def _host_memory(
+    recipe: Recipe, model: PreTrainedModel, layout: ParallelConfig, compute_dtype: torch.dtype | None
+) -> list[str]:
+    """The host memory that layers' inputs take."""
+    itemsize = (compute_dtype or getattr(torch, recipe.model.dtype)).itemsize
+    size = memory.host_bytes(model, recipe, layout, itemsize)
+    what = "inputs of layers and results of attention" if recipe.parallel.offload_attention else "inputs of layers"
+    return [f"  {size / 2**30:.2f} GiB of host memory for each rank: {what}, per micro-batch"] if size else []
 
 
 def summary(layout: ParallelConfig) -> str:

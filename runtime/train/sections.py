@@ -99,6 +99,8 @@ class ParallelSection:
         activation_checkpointing: what a layer keeps for the backward. none: all activations; full: its input, the layer is computed
             again; selective: matrix products, attention and what is exchanged, the cheap rest is computed again; offload: all, in
             host memory.
+        offload_inputs: with activation_checkpointing full or selective, keep the input of each layer in host memory.
+        offload_attention: with offload_inputs and full, keep the results of attention there, too, instead of computing them again.
         stall_timeout: seconds without progress after which a rank reports where it waits and exits.
     """
 
@@ -117,7 +119,27 @@ class ParallelSection:
     cpu_offload: bool = False
     compile_layers: bool = False
     activation_checkpointing: Literal["none", "full", "selective", "offload"] = "none"
+    offload_inputs: bool = False
+    offload_attention: bool = False
     stall_timeout: PositiveFloat = 600.0
+
+    def __post_init__(self) -> None:
+        mode = self.activation_checkpointing
+        if self.offload_inputs and mode not in ("full", "selective"):
+            raise ValueError(
+                f"parallel.offload_inputs is set, but parallel.activation_checkpointing is {mode}, which keeps no input of a layer "
+                "alone. To fix: set parallel.activation_checkpointing: full (or selective), or remove parallel.offload_inputs."
+            )
+        if self.offload_inputs and self.compile_layers:
+            raise ValueError(
+                "parallel.offload_inputs and parallel.compile_layers: the graph of a compiled layer decides itself what is kept, "
+                "on the device. To fix: remove one of them; kernels.rotary and others are compiled without it."
+            )
+        if self.offload_attention and not (self.offload_inputs and mode == "full"):
+            raise ValueError(
+                "parallel.offload_attention needs parallel.offload_inputs: true and parallel.activation_checkpointing: full; "
+                f"found {str(self.offload_inputs).lower()} and {mode}. To fix: set these, or remove it."
+            )
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -368,3 +368,25 @@ def test_activation_checkpointing_changes_no_loss(mode, trainer_folder, tmp_path
         )
         found.append(two_ranks.run(cases.train, values)[0][0])
     require_equal_up_to_rounding(found[1], found[0], units=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"ep": 2, "offload_inputs": True}, {"sp": 2, "offload_inputs": True, "offload_attention": True}],
+    ids=["inputs", "inputs and attention"],
+)
+def test_inputs_in_host_memory_change_no_number(options, trainer_folder, tmp_path, two_ranks):
+    """Losses and norms of a run with shards, several micro-batches and evaluations, to the bit."""
+    found = []
+    layout = {name: size for name, size in options.items() if not name.startswith("offload")}
+    for name, parallel in (("device", layout), ("host", options)):
+        values = cases.recipe_of(
+            trainer_folder,
+            model={"attention": "patchgen_sdpa"},
+            parallel={**parallel, "activation_checkpointing": "full"},
+            train={"steps": 3, "eval_every": 2, "eval_batches": 2},
+            log={"directory": str(tmp_path / name)},
+        )
+        values["eval_data"] = {**values["data"], "seed": 7}
+        found.append(two_ranks.run(cases.train, values)[0][:2])
+    assert found[0] == found[1]

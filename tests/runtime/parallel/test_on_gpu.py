@@ -11,7 +11,7 @@ from transformers import Qwen3MoeConfig
 
 from patchgen.generated_models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 from patchgen.runtime import attention, parallel, seams
-from patchgen.runtime.parallel import ParallelConfig, batch, checkpointing, gradients, loss, sharding
+from patchgen.runtime.parallel import ParallelConfig, batch, checkpointing, gradients, loss, offloaded_inputs, sharding
 from patchgen.runtime.parallel.state import ParallelState
 
 pytestmark = pytest.mark.gpu
@@ -31,11 +31,15 @@ def state():
         dist.destroy_process_group()
 
 
-def gradients_of(state, mode: str, **options) -> tuple[float, dict[str, torch.Tensor]]:
+def gradients_of(
+    state, mode: str, keeps_attention: bool | None = None, **options
+) -> tuple[float, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**SIZES, use_cache=False)
     model = Qwen3MoeForCausalLM._from_config(config, attn_implementation="patchgen_sdpa").train()
     checkpointing.apply(model, mode)
+    if keeps_attention is not None:
+        offloaded_inputs.apply(model, attention=keeps_attention)
     model.cuda()
     sharding.shard_model(model, state, options=sharding.ShardingOptions(**options))
     ids = torch.randint(0, 512, (1, 256), generator=torch.Generator().manual_seed(1))
@@ -59,6 +63,16 @@ def test_a_layer_that_keeps_less_has_the_same_gradients(state, mode, compiled):
     for name, gradient in got.items():
         distance = (gradient - expected[name]).norm() / expected[name].norm().clamp(min=1e-12)
         assert distance < (1e-4 if compiled else 1e-5), f"{name}: {distance:.1e}"
+
+
+@pytest.mark.parametrize(("mode", "attention"), [("full", False), ("selective", False), ("full", True)])
+def test_inputs_in_host_memory_have_the_same_gradients(state, mode, attention):
+    """Copies on a stream of their own, through pinned memory."""
+    expected_loss, expected = gradients_of(state, mode)
+    value, got = gradients_of(state, mode, keeps_attention=attention)
+    assert value == expected_loss
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
 
 
 def test_parameters_in_host_memory_have_the_same_gradients(state):

@@ -71,6 +71,11 @@ def test_rows_of_other_sizes_and_of_more_than_text_do_not_fit():
         ({"train": {"batches_per_step": 4}}, 2, "2 are accumulated: set train.batches_per_step: 2"),
         ({"parallel": {"cpu_offload": True}}, 1, "remove parallel.cpu_offload"),
         ({"parallel": {"activation_checkpointing": "offload"}}, 1, "set parallel.activation_checkpointing to none"),
+        (
+            {"parallel": {"activation_checkpointing": "full", "offload_inputs": True}},
+            1,
+            "remove parallel.offload_inputs",
+        ),
         ({"optim": {"name": "muon"}}, 1, "set optim.name: adamw"),
         ({"parallel": {"ep": 2, "expert_exchange": "all_to_all"}}, 2, "set parallel.expert_capacity"),
     ],

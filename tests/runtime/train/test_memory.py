@@ -98,6 +98,24 @@ def test_checkpointing_and_slices_lower_the_estimate():
     assert activations(sp=2) * 2 == activations()
 
 
+def test_inputs_in_host_memory_are_counted_there():
+    """Of six layers the device has the inputs of two, and the host all; attention's results are as large as the inputs here."""
+
+    def estimate(**parallel):
+        recipe = recipe_of(model={"overrides": {**SMALL, "num_hidden_layers": 6}}, parallel=parallel)
+        built, layout = model.build_on_meta(recipe), ParallelConfig.for_world(2, sp=2)
+        on_device = memory.estimate(built, recipe, layout, None, fused_loss=True).activations
+        return on_device, memory.host_bytes(built, recipe, layout, 4)
+
+    one_input = 256 // 2 * SMALL["hidden_size"] * 4
+    for mode in ("full", "selective"):
+        before, nothing = estimate(sp=2, activation_checkpointing=mode)
+        after, on_host = estimate(sp=2, activation_checkpointing=mode, offload_inputs=True)
+        assert (before - after, nothing, on_host) == (4 * one_input, 0, 6 * one_input)
+    with_attention = estimate(sp=2, activation_checkpointing="full", offload_inputs=True, offload_attention=True)[1]
+    assert with_attention == 2 * 6 * one_input
+
+
 def test_of_adapters_the_estimate_counts_what_peft_would_train_and_nothing_that_is_frozen():
     import peft
 
