@@ -5,7 +5,7 @@
 
 `recipes/qwen3_moe_toy.yaml` (8 experts, 2 per token: 4 times the even share is the worst) with 4 batches a step, and a model of
 these sizes as `deepseek_v3`, whose routers have a bias for selection alone. The loss is an evaluation's at the end, on text of the
-same source, without the loss of the routers. `--wide`: six layers of Qwen3-30B-A3B's width (128 experts, 8 per token: 16 is the
+same source, without the loss of the routers. `--wide`: three layers of Qwen3-30B-A3B's width (128 experts, 8 per token: 16 is the
 worst), 16,384 tokens a step, AdamW at 3e-4.
 """
 
@@ -37,7 +37,7 @@ DEEPSEEK = {
     "qk_rope_head_dim": 16, "v_head_dim": 16, "max_position_embeddings": 512,
 }  # fmt: skip
 WIDE_LAYERS = {
-    "vocab_size": 384, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 6,
+    "vocab_size": 384, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 3,
     "num_attention_heads": 32, "num_experts_per_tok": 8, "max_position_embeddings": 4096,
 }  # fmt: skip
 WIDE = {
@@ -107,11 +107,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--commit", required=True, help="of the code that runs")
-    parser.add_argument("--wide", action="store_true", help="six layers of Qwen3-30B-A3B's width, on a GPU")
+    parser.add_argument("--model", choices=CASES, help="only this one's cases")
+    parser.add_argument("--wide", action="store_true", help="three layers of Qwen3-30B-A3B's width, on a GPU")
     options = parser.parse_args()
     device = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
     versions = f"{device}torch {torch.__version__}, transformers {transformers.__version__}"
     for model_type, cases in (WIDE_CASES if options.wide else CASES).items():
+        if options.model not in (None, model_type):
+            continue
         for name, settings in cases.items():
             with tempfile.TemporaryDirectory() as folder:
                 found = measure(model_type, settings, options.steps, Path(folder) / "run", wide=options.wide)

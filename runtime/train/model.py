@@ -198,6 +198,9 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     optimizers.freeze(model, recipe.model.freeze)
     if recipe.lora is None:
         optimizers.require_effective_groups(model, recipe.optim)
+        if recipe.optim.name == "muon":  # what it refuses is told before weights load
+            matrices = optimizers.muon_matrices(model, dict(model.named_parameters()), recipe.optim)
+            optimizers.muon_parts(model, matrices, recipe.optim)
     else:  # optim.groups match adapter parameters, which do not exist yet
         lora_targets.find_targets(model, recipe.lora)
     return model.train()

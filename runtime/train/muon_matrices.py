@@ -91,16 +91,21 @@ def gate_and_up(experts: nn.Module, attribute: str) -> Parts:
 
 def _gates_neighbours(apply_gate: Callable[[Tensor], Tensor]) -> bool:
     """Whether the first value of a gate depends on the first two of its inputs, instead of the first of each half."""
-    gate_up = torch.full((1, 8), 0.5, requires_grad=True)
+    gate_up = torch.full((1, 8), 0.5, requires_grad=True, device="cpu")
     (gradient,) = torch.autograd.grad(apply_gate(gate_up)[0, 0], gate_up)
     return bool(gradient[0, 1])
 
 
 def _heads(model: nn.Module, name: str) -> int:
-    """The number of heads in the rows of a linear layer's weight, by the `head_dim` of the module around it; 0: none."""
+    """The number of heads in the rows of a linear layer's weight, by the `head_dim` of the module around it; 0: none. The linear
+    layer that the module registers last is its output, whose columns are heads."""
+    layer = model.get_submodule(name.rpartition(".")[0])
     attention = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
+    linear = [child for child in attention.children() if isinstance(child, nn.Linear)]
     head_dim, rows = getattr(attention, "head_dim", None), model.get_parameter(name).shape[0]
-    return rows // head_dim if type(head_dim) is int and head_dim > 0 and rows % head_dim == 0 else 0
+    if type(head_dim) is not int or head_dim <= 0 or rows % head_dim or layer is linear[-1]:
+        return 0
+    return rows // head_dim
 
 
 def examples(parameters: dict[str, nn.Parameter]) -> str:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from patchgen.generated_models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 from patchgen.runtime.parallel import ParallelConfig, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import optimizers
-from patchgen.runtime.train.muon import Muon
+from patchgen.runtime.train.muon import Muon, Parts
 from patchgen.runtime.train.recipe import OptimConfig
 from patchgen.runtime.verify.small_config import small_config
 
 LR = 0.1
 
 
-def steps(experts: int, layout: dict[str, int]) -> dict[str, Tensor]:
-    """The parameters after two steps, gathered.
+def steps(experts: int, layout: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The parameters before and after two steps, gathered.
 
     Args:
         layout: what `ParallelConfig.for_world` takes besides the world.
@@ -35,12 +36,29 @@ def steps(experts: int, layout: dict[str, int]) -> dict[str, Tensor]:
     optimizer = optimizers.build(model, OptimConfig(name="muon", lr=LR, muon_by_head=("*.q_proj.weight",)))
     (muon,) = (part for part in optimizer.parts if isinstance(part, Muon))
     taken = {id(parameter) for group in muon.param_groups for parameter in group["params"]}
+    found = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in taken}
+    before = {name: _whole(parameter).detach().clone() for name, parameter in found.items()}
     for step in gradients:
         for name, parameter in model.named_parameters():
             parameter.grad = _laid_out(step[name], parameter)
         optimizer.step()
-    found = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in taken}
-    return {name: _whole(parameter).detach().clone() for name, parameter in found.items()}
+    return before, {name: _whole(parameter).detach().clone() for name, parameter in found.items()}
+
+
+def by_columns() -> tuple[Tensor, Tensor]:
+    """A stack of alternating gates and ups, cut by columns over all ranks, after a step; gathered, and beside it a whole one."""
+    torch.manual_seed(1)
+    whole, gradient = torch.randn(2, 5, 12, 18)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    cut, cut_gradient = (distribute_tensor(one, mesh, [Shard(2)], src_data_rank=None) for one in (whole, gradient))
+    found = []
+    for value, its_gradient in ((cut, cut_gradient), (whole.clone(), gradient)):
+        parameter = nn.Parameter(value)
+        parameter.grad = its_gradient
+        parts = {parameter: Parts(2, 1, alternating=True)}
+        Muon([{"params": [parameter]}], lr=LR, weight_decay=0.1, momentum=0.9, parts=parts).step()
+        found.append(_whole(parameter).detach())
+    return found[0], found[1]
 
 
 def _laid_out(full: Tensor, parameter: torch.nn.Parameter) -> Tensor:

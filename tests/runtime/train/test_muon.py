@@ -123,5 +123,7 @@ def test_heads_by_themselves_where_asked():
     assert optimizer.parts[0].parts[attention.q_proj.weight] == Parts(heads)
     with pytest.raises(RecipeError, match=r"'\*\.gate_proj\.weight' .*found model.layers.0.mlp.gate_proj.weight"):
         optimizers.build(model, OptimConfig(name="muon", muon_by_head=("*.gate_proj.weight",)))
+    with pytest.raises(RecipeError, match="found model.layers.0.self_attn.o_proj.weight"):  # its columns are heads
+        optimizers.build(model, OptimConfig(name="muon", muon_by_head=("*.self_attn.*_proj.weight",)))
     with pytest.raises(RecipeError, match="found none"):
         optimizers.build(model, OptimConfig(name="muon", muon_by_head=("*.query.weight",)))
