@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.batch import slice_batch
-from patchgen.runtime.train.captured import GraphShape, complete_text_inputs, require_replayable
+from patchgen.runtime.train.captured import (
+    LONGER_DOCUMENT,
+    MORE_DOCUMENTS,
+    OTHER_INPUTS,
+    REPLAYABLE,
+    GraphShape,
+    complete_text_inputs,
+    require_replayable,
+)
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 
 TOKENS = 64
@@ -36,8 +44,11 @@ def partitions(draw) -> list[int]:
 @given(partitions(), partitions())
 def test_a_form_keeps_the_documents_and_is_one_for_all_that_fit(first: list[int], second: list[int]):
     form = GraphShape.with_slack(row(first))
-    assert form.fits(row(first))
-    if not form.fits(row(second)):
+    assert form.compare(row(first)) == REPLAYABLE
+    reason = form.compare(row(second))
+    assert reason in (MORE_DOCUMENTS, LONGER_DOCUMENT, REPLAYABLE)
+    assert (reason == MORE_DOCUMENTS) == (len(second) + 1 > form.num_bounds)
+    if reason != REPLAYABLE:
         assert len(second) + 1 > form.num_bounds or max(second) > form.longest
         return
     brought = form.pad(row(second))
@@ -51,8 +62,8 @@ def test_a_form_keeps_the_documents_and_is_one_for_all_that_fit(first: list[int]
 
 def test_rows_of_other_sizes_and_of_more_than_text_do_not_fit():
     form = GraphShape.with_slack(row([40, 24]))
-    assert not form.fits(row([40, 25]))
-    assert not form.fits({**row([40, 24]), "labels": row([40, 24])["labels"].int()})
+    assert form.compare(row([40, 25])) == OTHER_INPUTS
+    assert form.compare({**row([40, 24]), "labels": row([40, 24])["labels"].int()}) == OTHER_INPUTS
     assert (
         complete_text_inputs({"input_ids": torch.zeros(1, 4, dtype=torch.long), "pixel_values": torch.zeros(3)}, sp=1)
         is None
