@@ -309,7 +309,7 @@ def estimate(given: recipe.Recipe, device: torch.device) -> memory.Estimate:
     chosen = models.configure_seams(given, built)
     layout = models.parallel_config(given.parallel, dist.get_world_size())
     options = models.sharding_options(given.parallel, device)
-    return memory.estimate(built, given, layout, options.param_dtype, memory.has_fused_loss(chosen))
+    return memory.estimate(built, given, layout, options.param_dtype, chosen, device_type=device.type)
 
 
 def measured_memory(arguments: argparse.Namespace, case: str, tokens: int, device: torch.device) -> list[dict]:
@@ -353,7 +353,7 @@ def measured_memory(arguments: argparse.Namespace, case: str, tokens: int, devic
     largest = torch.tensor([max(peaks.values(), default=0) + shared, after_forward[0]], dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     peak = float(largest[0])
-    parts = {name: round(getattr(found, name) / 2**30, 2) for name in found.__dataclass_fields__}
+    parts = {name: round(getattr(found, name) / 2**30, 2) for name in found.__dataclass_fields__ if name != "reached"}
     row = {
         "layers": arguments.layers,
         "case": case,
