@@ -54,6 +54,8 @@ def run(arguments: argparse.Namespace, name: str) -> dict:
             time.sleep(0.01)
     finally:
         bench_recipe.kill_all(process)
+    if arguments.samples:  # also of a start that came to no step
+        print("\n".join(stack_samples.timeline(arguments.folder.resolve() / f"samples-{name}")), flush=True)
     if len(lines) < 2:
         raise bench_recipe.RecipeFailed(f"{name}: no second step.\n{bench_recipe.end_of(log)}")
     later = sorted(ends)[3:]
@@ -74,8 +76,6 @@ def run(arguments: argparse.Namespace, name: str) -> dict:
         if line.startswith("start ")
     ]
     figures["parts"] = parts[-1].strip() if parts else ""
-    if arguments.samples:
-        print("\n".join(stack_samples.timeline(arguments.folder.resolve() / f"samples-{name}")), flush=True)
     print(bench_recipe.end_of(log)[-1200:], flush=True)
     return figures
 

@@ -41,11 +41,11 @@ TEXT_INPUTS = {"input_ids", "labels", "shift_labels", "position_ids", REAL_TOKEN
 # What a step is to the graph. Ranks agree on the lowest: one that does not fit on some rank is replayed on none.
 FIRST, OTHER_INPUTS, MORE_DOCUMENTS, LONGER_DOCUMENT, OTHER_STATE, REPLAYABLE = range(6)
 REASONS = {
-    FIRST: "the first of the run",
-    OTHER_INPUTS: "inputs of other names or sizes than the graph's",
-    MORE_DOCUMENTS: "more documents in a row than the graph has room for",
-    LONGER_DOCUMENT: "a longer document than the graph has room for",
-    OTHER_STATE: "gradients that existed before, or weights that the optimizer had not written (as after an evaluation)",
+    FIRST: "the first of this start, which compiles kernels",
+    OTHER_INPUTS: "of rows with other inputs, or of other sizes, than the graph's",
+    MORE_DOCUMENTS: "of rows with more documents than the graph had room for",
+    LONGER_DOCUMENT: "of rows with a longer document than the graph had room for",
+    OTHER_STATE: "taken with gradients from before, or with weights that the optimizer had not written, as after loading them",
 }
 """Why a step was not replayed. After the first four the graph is captured anew, with more room."""
 WARN_AFTER = 20  # eager steps
@@ -155,6 +155,18 @@ def require_replayable(recipe: Recipe, layout: ParallelConfig) -> None:
             raise RecipeError(f"train.cuda_graph {reason}.")
 
 
+def summary_of(replayed: int, others: Mapping[int, int]) -> str:
+    """How many steps were replayed, and why the others were not, in a line.
+
+    Args:
+        others: reason, of `REASONS` -> number of steps.
+    """
+    told = [f"{count} {'was' if count == 1 else 'were'} {REASONS[reason]}" for reason, count in sorted(others.items())]
+    return f"{replayed} of {replayed + sum(others.values())} steps were replayed as a CUDA graph" + (
+        f"; {'; '.join(told)}" if told else ""
+    )
+
+
 class CapturedStep:
     """Forward and backward of steps of one micro-batch; every rank makes the same calls.
 
@@ -209,14 +221,7 @@ class CapturedStep:
     @property
     def summary(self) -> str:
         """How many steps were replayed, and why the others were not."""
-        others = [
-            f"{count} had {REASONS[reason]}" if reason != FIRST else f"{count} was {REASONS[reason]}"
-            for reason, count in sorted(self._not_replayed.items())
-        ]
-        total = self.replayed + self._not_replayed.total()
-        return f"{self.replayed} of {total} steps were replayed as a CUDA graph" + (
-            f"; of the others {', '.join(others)}" if others else ""
-        )
+        return summary_of(self.replayed, self._not_replayed)
 
     def _count_not_replayed(self, status: int) -> None:
         """Counts an eager step; warns once if there are too many for the graph to pay off."""

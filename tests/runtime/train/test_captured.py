@@ -11,16 +11,21 @@ from hypothesis import strategies as st
 
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.batch import slice_batch
+from patchgen.runtime.train import view
 from patchgen.runtime.train.captured import (
+    FIRST,
     LONGER_DOCUMENT,
     MORE_DOCUMENTS,
     OTHER_INPUTS,
+    REASONS,
     REPLAYABLE,
     GraphShape,
     complete_text_inputs,
     require_replayable,
+    summary_of,
 )
 from patchgen.runtime.train.recipe import RecipeError, from_dict
+from patchgen.runtime.train.records import Summary
 
 TOKENS = 64
 
@@ -99,3 +104,14 @@ def test_what_cannot_be_replayed_is_refused_with_what_to_do(sections, world, tol
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RecipeError, match="needs a GPU"):
         require_replayable(from_dict(values), layout)
+
+
+def test_a_run_says_how_many_steps_were_replayed_and_why_the_others_were_not():
+    told = summary_of(26, {MORE_DOCUMENTS: 3, FIRST: 1})
+    assert told == (
+        f"26 of 30 steps were replayed as a CUDA graph; 1 was {REASONS[FIRST]}; 3 were {REASONS[MORE_DOCUMENTS]}"
+    )
+    assert summary_of(5, {}) == "5 of 5 steps were replayed as a CUDA graph"
+    assert set(REASONS) == set(range(REPLAYABLE)), "each reason has words"
+    ended = Summary(steps=30, reason="steps", directory="runs/mine", export=None, graph=told)
+    assert view.ending(ended).splitlines()[-1] == f"graph: {told}"
