@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -84,9 +85,10 @@ def command_of(arguments: argparse.Namespace, *more: str) -> list[str]:
 # ------------------------------------------------------------------------------------------ the two runs
 
 
-def start(command: list[str], log: Path) -> subprocess.Popen:
-    """Starts the command in the root of the tree; its output is appended to `log`."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+def start(command: list[str], log: Path, changes: Mapping[str, str] | None = None) -> subprocess.Popen:
+    """Starts the command in the root of the tree, in this environment with `changes`; its output is appended to `log`."""
+    environment = {**os.environ, **(changes or {})}
+    environment["PYTHONPATH"] = os.pathsep.join([environment.get("PYTHONPATH", ""), str(ROOT)]).strip(os.pathsep)
     with log.open("a") as file:
         file.write(" ".join(command) + "\n")
         file.flush()

@@ -17,6 +17,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from patchgen.runtime.parallel import gloo_groups
 from patchgen.runtime.parallel.collectives import broadcast_object
 from patchgen.runtime.parent_process import PARENT, end_with_parent, parent_of_ranks
 from patchgen.runtime.process_exit import end_process
-from patchgen.runtime.train import architecture
+from patchgen.runtime.train import architecture, compiled_kernels, start_times
 from patchgen.runtime.train.recipe import Recipe, RecipeError, from_dict, to_dict
 from patchgen.runtime.train.records import Summary
 from patchgen.runtime.train.run_log import read_summary
@@ -166,6 +167,8 @@ def _run_agent(recipe: Recipe, processes: int, min_nodes: int, max_nodes: int, e
 
     # As torchrun does: a thread per core in each rank would oversubscribe the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ[start_times.STARTED] = str(start_times.process_started())
+    os.environ[start_times.LAUNCHED] = str(time.time())
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
     os.environ[PARENT] = str(os.getpid())
     # A new store per start: in a shared one restarted ranks would find the addresses of dead ones.
@@ -245,11 +248,15 @@ def worker(values: dict[str, Any], *, is_checked: bool = True) -> Summary:
     # torch reads the variable before its first allocation; the user may have set either name.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    with process_group() as device:
-        from patchgen.runtime.train import setup
-        from patchgen.runtime.train.run_plan import require_valid
-        from patchgen.runtime.train.trainer import Trainer
+    compiled_kernels.keep()
+    from patchgen.runtime.train import setup
+    from patchgen.runtime.train.run_plan import require_valid
+    from patchgen.runtime.train.trainer import Trainer
 
+    compiled_kernels.allow_many_shapes()
+    start_times.begin()
+    with process_group() as device:
+        start_times.mark("ranks meet")
         # Again: torchrun starts ranks without the checks of `launch`, and elastic agents change their number.
         require_valid(recipe, world_size=dist.get_world_size())
         if not is_checked:

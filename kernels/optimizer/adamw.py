@@ -39,6 +39,7 @@ def adamw_(
     eps: float,
     weight_decay: float,
     factor: Tensor | None = None,
+    taken: Tensor | None = None,
     copy: Tensor | None = None,
     rows: Quantised | None = None,
 ) -> None:
@@ -48,6 +49,8 @@ def adamw_(
         parameter, gradient, exp_avg, exp_avg_sq: of one shape, contiguous, each fp32 or narrower; computed with in fp32.
         step: of this update; the first is 1.
         factor: a tensor of one element on the same device; the gradient is multiplied by it. None: 1.
+        taken: a bool tensor of one element on the same device; where it is False the three keep their values, whatever the
+            gradient. None: True.
         copy: receives the new values; contiguous, of any dtype, with as many elements.
         rows: receives what `quantise_weight` would make of the copy, which it needs; in rows of its last dimension.
 
@@ -77,6 +80,7 @@ def adamw_(
         values,
         scales,
         factor,
+        taken,
         parameter.numel(),
         1 - lr * weight_decay,
         betas[0],
@@ -103,6 +107,7 @@ def _adamw(
     values,
     scales,
     factor,
+    taken,
     numel,
     decay_factor,
     beta1,
@@ -123,10 +128,14 @@ def _adamw(
     v = tl.load(exp_avg_sq + offset, mask=in_bounds, other=0.0).to(tl.float32)
     if factor is not None:
         g = g * tl.load(factor).to(tl.float32)
+    old_p, old_m, old_v = p, m, v
     # Written as fused sums, which the compiler would else choose in one way with rows and in another without.
     m = tl.fma(g, one_minus_beta1, m * beta1)
     v = tl.fma(one_minus_beta2 * g, g, v * beta2)
     p = tl.fma(p, decay_factor, -(step_size * m / (tl.sqrt_rn(v) / sqrt_bias_correction2 + eps)))
+    if taken is not None:
+        is_taken = tl.load(taken) != 0
+        p, m, v = tl.where(is_taken, p, old_p), tl.where(is_taken, m, old_m), tl.where(is_taken, v, old_v)
     tl.store(parameter + offset, p.to(parameter.dtype.element_ty), mask=in_bounds)
     tl.store(exp_avg + offset, m.to(exp_avg.dtype.element_ty), mask=in_bounds)
     tl.store(exp_avg_sq + offset, v.to(exp_avg_sq.dtype.element_ty), mask=in_bounds)

@@ -16,7 +16,12 @@ _BLOCK_SIZE, _BLOCKS_PER_PROGRAM = 2048, 4
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """The squares of all elements of all tensors, added up: a scalar fp32 tensor.
+    """The squares of all elements of all tensors, added up: a scalar fp32 tensor; arguments and errors of `partial_sums`."""
+    return partial_sums(tensors)[0].sum()
+
+
+def partial_sums(tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Sums of squares of parts of the tensors, `(P,)` fp32, and views of those that belong to each tensor.
 
     Args:
         tensors: at least one, contiguous, on one device, of any sizes and dtypes.
@@ -29,8 +34,9 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
             "sum_of_squares takes contiguous tensors, and at least one is not. To fix: pass tensor.contiguous()."
         )
     num_programs = [triton.cdiv(tensor.numel(), _BLOCK_SIZE * _BLOCKS_PER_PROGRAM) for tensor in tensors]
-    partial_sums = torch.empty(sum(num_programs), dtype=torch.float32, device=tensors[0].device)
-    for tensor, sums in zip(tensors, partial_sums.split(num_programs), strict=True):
+    all_sums = torch.empty(sum(num_programs), dtype=torch.float32, device=tensors[0].device)
+    by_tensor = all_sums.split(num_programs)
+    for tensor, sums in zip(tensors, by_tensor, strict=True):
         if len(sums):
             _sum_squares[(len(sums),)](
                 tensor,
@@ -40,7 +46,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
                 BLOCKS_PER_PROGRAM=_BLOCKS_PER_PROGRAM,
                 num_warps=8,
             )
-    return partial_sums.sum()
+    return all_sums, by_tensor
 
 
 @triton.jit

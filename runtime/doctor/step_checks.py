@@ -125,8 +125,10 @@ def estimate_of(patient: Patient, world_size: int) -> memory.Estimate:
     recipe = replace(patient.recipe, parallel=replace(patient.recipe.parallel, sp=1, ep=1, dp_replicate=1))
     layout = models.parallel_config(recipe.parallel, world_size)
     options = models.sharding_options(recipe.parallel, patient.device)
-    fused_loss = memory.has_fused_loss(patient.built.get("kernels", {}))
-    return memory.estimate(patient.blueprint, recipe, layout, options.param_dtype, fused_loss)
+    chosen = patient.built.get("kernels", {})
+    return memory.estimate(
+        patient.blueprint, recipe, layout, options.param_dtype, chosen, device_type=patient.device.type
+    )
 
 
 def single_rank_figures(patient: Patient) -> StepFigures:

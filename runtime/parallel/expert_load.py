@@ -7,7 +7,7 @@ load.read()              # {"model.layers.0.mlp.experts": tensor([1031, 977, ...
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Protocol, cast
 
 import torch
@@ -66,7 +66,8 @@ class ExpertLoad:
 
         Every rank must call it. Waits for the device.
         """
-        return non_zero(self.read_on_device())
+        on_host = {path: count.to("cpu", copy=True) for path, count in self.read_on_device().items()}
+        return {path: count for path, count in on_host.items() if count.any()}
 
     def read_on_device(self) -> dict[str, Tensor]:
         """As `read`, of all modules and without waiting: new tensors, int64, where the model computes."""
@@ -111,12 +112,6 @@ class ExpertLoad:
                 total.add_(counts)
 
         return count
-
-
-def non_zero(counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in host memory of the counts that are not all zero; waits for the device."""
-    on_host = {path: count.to("cpu", copy=True) for path, count in counts.items()}
-    return {path: count for path, count in on_host.items() if count.any()}
 
 
 def routing_index(path: str, values: Iterable[object]) -> Tensor | None:

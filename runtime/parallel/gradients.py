@@ -27,17 +27,28 @@ LARGE = 2**20
 """From this many elements on, one kernel launch per gradient is faster than torch's foreach kernel."""
 
 
+Parts = list[tuple[nn.Parameter, Tensor]]
+"""Of parameters with a gradient, what their part of the norm was computed from, on this rank: not finite where the gradient, or
+a square of it, is not. It outlives the gradients."""
+
+
 class NonFiniteGradient(ArithmeticError):
     """A gradient is infinite or not a number."""
 
 
-def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+def norm(parameters: Iterable[nn.Parameter], parts: Parts | None = None) -> Tensor:
     """The 2-norm of all gradients of all ranks, a scalar fp32 tensor, the same on every rank.
 
     Squares are summed per layout (mesh, sharded dimensions, dtype), then over the sharded dimensions: replicas count once.
-    Raises ValueError if no parameter has a gradient.
+
+    Args:
+        parts: a list that receives the parts of the norm.
+
+    Raises:
+        ValueError: no parameter has a gradient.
     """
     layouts: dict[tuple, list[Tensor]] = {}
+    owners: dict[tuple, list[nn.Parameter]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
@@ -50,14 +61,19 @@ def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
                 if not isinstance(placement, Replicate) and mesh.size(dim) > 1
             )
             # By dtype too: for mixed dtypes torch's foreach norm falls back to one norm at a time.
-            layouts.setdefault((mesh, sharded, gradient.dtype), []).append(gradient.to_local())
+            layout, gradient = (mesh, sharded, gradient.dtype), gradient.to_local()
         else:
-            layouts.setdefault((None, (), gradient.dtype), []).append(gradient)
+            layout = (None, (), gradient.dtype)
+        layouts.setdefault(layout, []).append(gradient)
+        owners.setdefault(layout, []).append(parameter)
     if not layouts:
         raise ValueError("No parameter has a gradient. To fix: call backward() first, or unfreeze a parameter.")
     squares = []
-    for (mesh, sharded, _), gradients in layouts.items():
-        square = _sum_of_squares(gradients)
+    for layout, gradients in layouts.items():
+        mesh, sharded, _ = layout
+        square, of_gradients = _sum_of_squares(gradients)
+        if parts is not None:
+            parts += zip(owners[layout], of_gradients, strict=True)
         if mesh is not None:
             square = square.to(mesh.device_type)
             for dim in sharded:
@@ -66,47 +82,54 @@ def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.stack(squares).sum().sqrt()
 
 
-def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
-    """The sum of squares of gradients of one dtype on one device, a scalar fp32 tensor."""
-    large = [
-        gradient
-        for gradient in gradients
-        if gradient.numel() >= LARGE and gradient.is_contiguous() and _has_kernel(gradient)
+def _sum_of_squares(gradients: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The sum of squares of gradients of one dtype on one device, a scalar fp32 tensor, and what of each gradient it was summed
+    from."""
+    is_large = [
+        gradient.numel() >= LARGE and gradient.is_contiguous() and _has_kernel(gradient) for gradient in gradients
     ]
-    large_ids = {id(gradient) for gradient in large}
-    small = [gradient for gradient in gradients if id(gradient) not in large_ids]
-    sums = [_squares_by_kernel(large)] if large else []
+    large = [gradient for gradient, belongs in zip(gradients, is_large, strict=True) if belongs]
+    small = [gradient for gradient, belongs in zip(gradients, is_large, strict=True) if not belongs]
+    sums, of_large, of_small = [], (), []
+    if large:
+        all_parts, of_large = _squares_by_kernel(large)
+        sums.append(all_parts.sum())
     if small:
         # torch does not export its foreach functions by type.
         norms = torch._foreach_norm(small, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-        sums.append(torch.stack(norms).square().sum())
-    return sum(sums[1:], sums[0])
+        of_small = list(norms)
+        sums.append(torch.stack(of_small).square().sum())
+    each_large, each_small = iter(of_large), iter(of_small)
+    return sum(sums[1:], sums[0]), [next(each_large if belongs else each_small) for belongs in is_large]
 
 
 def _has_kernel(gradient: Tensor) -> bool:
     return gradient.is_cuda and failed_import("triton") is None
 
 
-def _squares_by_kernel(large: list[Tensor]) -> Tensor:
-    from patchgen.kernels.optimizer.squares import sum_of_squares  # loads Triton
+def _squares_by_kernel(large: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    from patchgen.kernels.optimizer.squares import partial_sums  # loads Triton
 
-    return sum_of_squares(large)
+    return partial_sums(large)
 
 
 @torch.no_grad()
-def clip(model: nn.Module, max_norm: float, *, optimizer: Optimizer | None = None) -> Tensor:
+def clip(
+    model: nn.Module, max_norm: float, *, optimizer: Optimizer | None = None, parts: Parts | None = None
+) -> Tensor:
     """Scales all gradients by `max_norm / norm` if that is less than 1; returns the norm before clipping. No host sync.
 
     With a non-finite norm nothing is scaled, so that `accept` can still find the non-finite gradient.
 
     Args:
         optimizer: one with a `gradient_factor` (`train/adamw.py`) multiplies by it in its step; its gradients are not scaled.
+        parts: as of `norm`.
 
     Raises:
         ValueError: gradients narrower than their parameters, which scaling would round, without such an optimizer.
     """
     pairs = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-    total = norm(parameter for parameter, _ in pairs)
+    total = norm((parameter for parameter, _ in pairs), parts)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     factor = torch.where(torch.isfinite(total), factor, 1.0)
     scaled_by_optimizer = _set_gradient_factor(optimizer, factor)
@@ -153,26 +176,40 @@ def accept(model: nn.Module, total: Tensor, *, on_nonfinite: str) -> bool:
     unused.drop_unused_gradients(model)
     if bool(torch.isfinite(total)):
         return True
-    name = first_nonfinite(model)
+    report_nonfinite(model, float(total), on_nonfinite=on_nonfinite)
+    return False
+
+
+def report_nonfinite(model: nn.Module, total: float, *, on_nonfinite: str, parts: Parts | None = None) -> None:
+    """Says which gradient made a norm that is not finite (collective): in the log with "skip", as an error with "stop".
+
+    Args:
+        parts: of the norm, if the gradients are gone.
+
+    Raises:
+        NonFiniteGradient: with "stop".
+    """
+    name = first_nonfinite(model, parts)
     message = (
-        f"The gradient norm is {float(total)}. The first parameter with a gradient that is not finite: "
+        f"The gradient norm is {total}. The first parameter with a gradient that is not finite: "
         f"{name or 'none (the norm itself overflowed)'}."
     )
     if on_nonfinite == "stop":
         raise NonFiniteGradient(f"{message} The step was not taken.")
     logger.warning("%s This step is skipped.", message)
-    return False
 
 
-def first_nonfinite(model: nn.Module) -> str | None:
-    """The first parameter, in model order, with a non-finite gradient on any rank."""
+def first_nonfinite(model: nn.Module, parts: Parts | None = None) -> str | None:
+    """The first parameter, in model order, with a non-finite gradient on any rank; `parts` as of `report_nonfinite`."""
     names, parameters = zip(*model.named_parameters(), strict=True)  # all of them: ranks may have different gradients
+    known = None if parts is None else {id(parameter): part for parameter, part in parts}
     first, device = len(names), None
     for index, parameter in enumerate(parameters):
-        if (gradient := parameter.grad) is None:
+        gradient = parameter.grad if known is None else known.get(id(parameter))
+        if gradient is None:
             continue
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        device = device or (gradient.device_mesh.device_type if isinstance(gradient, DTensor) else local.device)
+        device = device or (parameter.device_mesh.device_type if isinstance(parameter, DTensor) else local.device)
         if not bool(torch.isfinite(local).all()):
             first = index
             break

@@ -21,6 +21,8 @@ class AdamW(torch.optim.AdamW):
     Attributes:
         writes_copies: a step also updates the compute copies of unsharded parameters.
         gradient_factor: None, or a scalar tensor that the next step multiplies all gradients by.
+        is_taken: None, or a scalar bool tensor: where it is False the next step changes nothing. The host counts that step; once
+            it knows better it calls `take_back`.
     """
 
     writes_copies = True
@@ -36,6 +38,8 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=False, fused=False)
         self.gradient_factor: Tensor | None = None
+        self.is_taken: Tensor | None = None
+        self._stepped: list[dict] = []  # the states of the last step
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad_dtype = None
@@ -48,13 +52,21 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         factor, self.gradient_factor = self.gradient_factor, None
+        taken, self.is_taken = self.is_taken, None
+        self._stepped = []
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group, factor)
+                    self._update(parameter, group, factor, taken)
         return loss
 
-    def _update(self, parameter: nn.Parameter, group: dict, factor: Tensor | None) -> None:
+    def take_back(self) -> None:
+        """Takes the last step back from the count of steps: `is_taken` was False."""
+        for state in self._stepped:
+            state["step"] -= 1
+        self._stepped = []
+
+    def _update(self, parameter: nn.Parameter, group: dict, factor: Tensor | None, taken: Tensor | None) -> None:
         from patchgen.kernels.optimizer.adamw import adamw_  # loads Triton
 
         gradient, state = parameter.grad, self.state[parameter]
@@ -64,6 +76,7 @@ class AdamW(torch.optim.AdamW):
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         state["step"] += 1
+        self._stepped.append(state)
         values, copy = undivided.local(parameter), undivided.copy_of(parameter)
         rows = None
         if copy is not None:
@@ -80,6 +93,7 @@ class AdamW(torch.optim.AdamW):
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             factor=factor,
+            taken=taken,
             copy=copy.tensor if copy is not None else None,
             rows=rows,
         )

@@ -32,13 +32,22 @@ from torch.distributed.fsdp import FSDPModule
 from patchgen.runtime.parallel import peer_shards, peer_units, undivided, unused, watch
 from patchgen.runtime.parallel.config import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.train.host_copies import pinned
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.verify.verdict import one_line_error
 
 BOUNDS, MAX_LENGTHS, REAL_TOKENS = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k"), "real_tokens"
 TEXT_INPUTS = {"input_ids", "labels", "shift_labels", "position_ids", REAL_TOKENS, *BOUNDS, *MAX_LENGTHS}
-# A step does not fit the graph's shape; fits it; fits it, and the model's state is that of the capture.
-OTHER_SHAPE, SAME_SHAPE, REPLAYABLE = range(3)
+# What a step is to the graph. Ranks agree on the lowest: one that does not fit on some rank is replayed on none.
+FIRST, OTHER_INPUTS, MORE_DOCUMENTS, LONGER_DOCUMENT, OTHER_STATE, REPLAYABLE = range(6)
+REASONS = {
+    FIRST: "the first of this start, which compiles kernels",
+    OTHER_INPUTS: "of rows with other inputs, or of other sizes, than the graph's",
+    MORE_DOCUMENTS: "of rows with more documents than the graph had room for",
+    LONGER_DOCUMENT: "of rows with a longer document than the graph had room for",
+    OTHER_STATE: "taken with gradients from before, or with weights that the optimizer had not written, as after loading them",
+}
+"""Why a step was not replayed. After the first four the graph is captured anew, with more room."""
 WARN_AFTER = 20  # eager steps
 # A graph has room for at least this many times the row's document bounds and longest document, up to its tokens.
 SLACK = 2
@@ -75,12 +84,13 @@ class GraphShape:
             return shape
         return cls(max(num_bounds, previous.num_bounds), max(shape.longest, previous.longest), shape.shapes)
 
-    def fits(self, inputs: Mapping[str, Any]) -> bool:
-        return (
-            len(inputs[BOUNDS[0]]) <= self.num_bounds
-            and int(inputs[MAX_LENGTHS[0]]) <= self.longest
-            and _shapes(inputs) == self.shapes
-        )
+    def compare(self, inputs: Mapping[str, Any]) -> int:
+        """Why rows do not fit, of `REASONS`; `REPLAYABLE` if they do."""
+        if _shapes(inputs) != self.shapes:
+            return OTHER_INPUTS
+        if len(inputs[BOUNDS[0]]) > self.num_bounds:
+            return MORE_DOCUMENTS
+        return LONGER_DOCUMENT if int(inputs[MAX_LENGTHS[0]]) > self.longest else REPLAYABLE
 
     def pad(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The same rows, padded to this shape."""
@@ -148,6 +158,18 @@ def require_replayable(recipe: Recipe, layout: ParallelConfig) -> None:
             raise RecipeError(f"train.cuda_graph {reason}.")
 
 
+def summary_of(replayed: int, others: Mapping[int, int]) -> str:
+    """How many steps were replayed, and why the others were not, in a line.
+
+    Args:
+        others: reason, of `REASONS` -> number of steps.
+    """
+    told = [f"{count} {'was' if count == 1 else 'were'} {REASONS[reason]}" for reason, count in sorted(others.items())]
+    return f"{replayed} of {replayed + sum(others.values())} steps were replayed as a CUDA graph" + (
+        f"; {'; '.join(told)}" if told else ""
+    )
+
+
 class CapturedStep:
     """Forward and backward of steps of one micro-batch; every rank makes the same calls.
 
@@ -175,11 +197,11 @@ class CapturedStep:
             items, tokens: labels and non-padding tokens of the step, over all ranks.
         """
         inputs = complete_text_inputs(rows, self.state.sp)
-        fits = inputs is not None and self._shape is not None and self._shape.fits(inputs)
-        status = self._minimum_over_ranks(
-            REPLAYABLE if fits and self._has_captured_state() else SAME_SHAPE if fits else OTHER_SHAPE
-        )
-        if status == OTHER_SHAPE:
+        status = OTHER_INPUTS if inputs is None else FIRST if self._shape is None else self._shape.compare(inputs)
+        if status == REPLAYABLE and not self._has_captured_state():
+            status = OTHER_STATE
+        status = self._minimum_over_ranks(status)
+        if status < OTHER_STATE:
             self._reset()
             self._shape = GraphShape.with_slack(inputs, self._shape) if inputs is not None else None
         padded = self._shape.pad(inputs) if inputs is not None and self._shape is not None else rows
@@ -199,19 +221,16 @@ class CapturedStep:
         self.replayed += 1
         return self._loss_share
 
+    @property
+    def summary(self) -> str:
+        """How many steps were replayed, and why the others were not."""
+        return summary_of(self.replayed, self._not_replayed)
+
     def _count_not_replayed(self, status: int) -> None:
         """Counts an eager step; warns once if there are too many for the graph to pay off."""
         self._not_replayed[status] += 1
-        if sum(self._not_replayed.values()) == WARN_AFTER and self.replayed < WARN_AFTER:
-            logger.warning(
-                "train.cuda_graph: %d of %d steps were replayed. Of the others, %d had rows that differ too much in shape or in "
-                "their documents, and %d found existing gradients or weights not written by the optimizer. Without "
-                "train.cuda_graph these steps are faster.",
-                self.replayed,
-                self.replayed + WARN_AFTER,
-                self._not_replayed[OTHER_SHAPE],
-                self._not_replayed[SAME_SHAPE],
-            )
+        if self._not_replayed.total() == WARN_AFTER and self.replayed < WARN_AFTER:
+            logger.warning("train.cuda_graph: %s. Without train.cuda_graph these are faster.", self.summary)
 
     def _reset(self) -> None:
         self._recording: torch.cuda.CUDAGraph | None = None
@@ -224,9 +243,9 @@ class CapturedStep:
         if self._inputs:
             for name, value in inputs.items():
                 if isinstance(value, Tensor):
-                    self._inputs[name].copy_(_pinned(value, self.device), non_blocking=True)
-            self._items.copy_(_pinned(items, self.device), non_blocking=True)
-            self._tokens.copy_(_pinned(tokens, self.device), non_blocking=True)
+                    self._inputs[name].copy_(pinned(value, self.device), non_blocking=True)
+            self._items.copy_(pinned(items, self.device), non_blocking=True)
+            self._tokens.copy_(pinned(tokens, self.device), non_blocking=True)
             return
         self._inputs = {
             name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()
@@ -279,11 +298,6 @@ class CapturedStep:
         with watch.operation("agree on whether this step is replayed"):
             dist.all_reduce(minimum, op=dist.ReduceOp.MIN, group=self._group)
         return int(minimum)
-
-
-def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor in pinned memory: a copy from pageable host memory to a GPU would block."""
-    return tensor.pin_memory() if device.type == "cuda" and not tensor.is_pinned() else tensor
 
 
 # ----------------------------------------------------------------------------------------------------- capturing

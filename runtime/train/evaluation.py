@@ -15,7 +15,7 @@ import torch
 from patchgen.runtime.parallel import loss
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.reshard import reshard
-from patchgen.runtime.train import reading
+from patchgen.runtime.train import host_copies, reading
 from patchgen.runtime.train.feed import micro_batches_per_step
 from patchgen.runtime.train.records import Evaluation
 
@@ -79,7 +79,7 @@ def measure(trainer: Trainer) -> Evaluation:
     counts = numpy.zeros((feed.num_sources, 2), dtype=numpy.int64)
     model.eval()
     for batches in feed.steps(steps):
-        items = torch.tensor(max(1, batches.items), device=trainer.device)
+        items = host_copies.on_device(max(1, batches.items), trainer.device)
         inputs, objective = trainer.learning.prepare(batches.micro_batches[0])
         read = source_losses.reader(batches.micro_batches[0]) if source_losses else None
         with loss.step(items, router_loss=False, objective=objective, read_losses=read):
@@ -91,6 +91,6 @@ def measure(trainer: Trainer) -> Evaluation:
     if not num_items:
         raise reading.nothing_to_evaluate(loader, state)
     mean = float(all_reduce(total, operation="add up the evaluation loss")) / num_items
-    by_source = source_losses.figures(counts.tolist()) if source_losses else None
+    by_source = source_losses.figures(counts.tolist(), source_losses.take_sums()) if source_losses else None
     seconds = time.perf_counter() - started
     return Evaluation(step=trainer.step, loss=mean, labels=labels, seconds=seconds, sources=by_source)

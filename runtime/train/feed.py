@@ -25,7 +25,7 @@ from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.loss import real_tokens
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import reading, sources
+from patchgen.runtime.train import host_copies, reading, sources
 from patchgen.runtime.train.flops import ModelCost
 from patchgen.runtime.train.recipe import RecipeError
 
@@ -233,7 +233,7 @@ def document_lengths(row: dict[str, Any]) -> Iterable[int]:
 def to_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Copies the tensors of a micro-batch to the device without waiting for it, here or when the mask is built."""
     on_device = {
-        key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+        key: host_copies.on_device(value, device) if isinstance(value, Tensor) else value
         for key, value in inputs.items()
     }
     if "cu_seq_lens_q" not in inputs and isinstance(on_device.get("position_ids"), Tensor):

@@ -34,6 +34,7 @@ from patchgen.runtime.train import (
     overrides,
     precision,
     resize_vocab,
+    start_times,
 )
 from patchgen.runtime.train.recipe import KernelsConfig, ModelConfig, ParallelSection, Recipe, RecipeError
 from patchgen.runtime.train.weight_sources import find_weights, is_model_type, weights_folder
@@ -46,6 +47,10 @@ if TYPE_CHECKING:
 
     class ShardedModel(PreTrainedModel, FSDPModule):
         """A model after `fully_shard`, which changes its class in place."""
+
+
+ELEMENTWISE = ("rms_norm", "rotary", "swiglu")
+"""Seams that compute each token by itself."""
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
@@ -360,6 +365,7 @@ def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> S
     if kept := precision.kept_fp8_forms(recipe, state.config):
         undivided.keep_fp8(model, transposed=kept > 1)
     sharding.materialise(model, device)
+    start_times.mark("model")
     folder = weights_folder(recipe.model)
     if folder is None:
         initialise(model, weight_names(model), seed=recipe.train.seed)
@@ -430,7 +436,9 @@ def check_slices_and_report(
     """
     from patchgen.runtime.parallel import selfcheck
 
-    with parallel.using(state), precision.exact(model):
+    # They mix no tokens, and would be compiled for the small rows of the check.
+    eager = {name: seams.EAGER for name in ELEMENTWISE if seam_implementations.get(name) in ("auto", "compiled")}
+    with parallel.using(state), precision.exact(model), seams.using(**eager):
         vocab_size = model.config.get_text_config().vocab_size
         selfcheck.require_sliceable(model, state, vocab_size=vocab_size, padded=False)
         selfcheck.require_router_order(model, state, vocab_size=vocab_size)

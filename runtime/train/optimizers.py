@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from patchgen.kernels.packages import failed_import
@@ -63,6 +63,27 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """Steps each optimizer."""
         for part in self.parts:
             part.step()
+
+
+def can_skip(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether a step can be left to a tensor on this device, which the host has not read: AdamW's, ours and torch's fused one."""
+    is_fused = isinstance(optimizer, torch.optim.AdamW) and all(group["fused"] for group in optimizer.param_groups)
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return (is_fused or isinstance(optimizer, AdamW)) and all(p.device.type == device.type for p in parameters)
+
+
+def take_where(optimizer: torch.optim.Optimizer, is_taken: Tensor) -> None:
+    """Lets the next step change nothing if a scalar bool tensor is False; for one that `can_skip`."""
+    if isinstance(optimizer, AdamW):
+        optimizer.is_taken = is_taken
+    else:
+        optimizer.found_inf = (~is_taken).float()  # pyright: ignore[reportAttributeAccessIssue]  # as torch's GradScaler does
+
+
+def take_back(optimizer: torch.optim.Optimizer) -> None:
+    """To be called when the host knows that the last step changed nothing."""
+    if isinstance(optimizer, AdamW):  # torch's counts steps on the device
+        optimizer.take_back()
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:

@@ -44,7 +44,8 @@ class StepRecord:
         grad_norm: over all parameters, before clipping.
         lr: of the first parameter group.
         tokens, labels: of all ranks; padding counts as tokens, not as labels.
-        seconds: from the start of the step to the end of its update; the next step's data are read meanwhile.
+        seconds: from the end of the step before to that of this one, so that they add up to the time of the run; what comes between
+            steps (evaluations, checkpoints) is left out.
         tflops: model TFLOP/s per device (flops.py); mfu: as a share of the device's peak, None if that is not known.
         peak_memory_gib: peak allocation on this device so far.
         expert_load: load of the busiest expert of any layer, as a multiple of the even share; counted since the last reading.
@@ -104,6 +105,7 @@ class Summary:
         skipped: how many steps changed no weight, because a gradient was not finite; on rank 0 those before a resume, too.
         best_step, best_loss: of the evaluation with the lowest loss; None: no evaluation gave a finite loss.
         exported_step: the step whose weights are in `export`; None: nothing was exported.
+        graph: with `train.cuda_graph`, how many steps of this start were replayed and why the others were not.
     """
 
     steps: int
@@ -115,6 +117,7 @@ class Summary:
     best_step: int | None = None
     best_loss: float | None = None
     exported_step: int | None = None
+    graph: str | None = None
 
 
 class Listener:

@@ -24,7 +24,7 @@ from patchgen.runtime.attention_kinds import configs_of
 from patchgen.runtime.checkpoint.placement import shard_like
 from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import sharding
-from patchgen.runtime.parallel.expert_load import ExpertLoad, non_zero
+from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.undivided import local
 from patchgen.runtime.train import architecture, selection_bias
 from patchgen.runtime.train import model as models
@@ -251,27 +251,26 @@ class SelectionBiases:
         self._since_reading: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def after_step(self, step: int, *, was_taken: bool = True) -> None:
+    def after_step(self, step: int, *, was_taken: Tensor | bool = True) -> None:
         """Moves the biases by the loads of a step (collective; does not wait for the device).
 
         Args:
             step: 1 is the first of the run.
-            was_taken: False if the step was skipped for its gradients: its loads move nothing.
+            was_taken: whether the step was not skipped for its gradients, also as a scalar tensor: else its loads move nothing.
         """
         loads = self._load.read_on_device()
         for path, load in loads.items():
             before = self._since_reading.get(path)
             self._since_reading[path] = load if before is None else before + load
-        if was_taken:
-            for path, bias in self.biases.items():
-                self._move(bias, loads[path], step)
+        for path, bias in self.biases.items():
+            self._move(bias, loads[path], step, was_taken)
 
-    def read(self) -> dict[str, Tensor]:
-        """As `ExpertLoad.read`, not collective: the loads are those of all ranks already."""
+    def read_on_device(self) -> dict[str, Tensor]:
+        """As `ExpertLoad.read_on_device`, not collective: the loads are those of all ranks already."""
         counts, self._since_reading = self._since_reading, {}
-        return non_zero(counts)
+        return counts
 
-    def _move(self, bias: Tensor, load_E: Tensor, step: int) -> None:
+    def _move(self, bias: Tensor, load_E: Tensor, step: int, was_taken: Tensor | bool) -> None:
         """Adds to a bias what one step's loads of the experts, int64 `(E,)`, move it by."""
         options, num_slots = self.options, load_E.sum()
         error_E = num_slots - load_E * len(load_E)  # E times what is missing to the mean: exact
@@ -281,6 +280,7 @@ class SelectionBiases:
             move_E = error_E.double() / num_slots.clamp(min=1)
         rate = options.rate * min(1.0, step / max(1, options.warmup_steps))
         shard, move = local(bias), (rate * move_E).view(bias.shape)
-        shard.add_((shard_like(move, bias) if isinstance(bias, DTensor) else move).to(shard))
+        moved = shard + (shard_like(move, bias) if isinstance(bias, DTensor) else move).to(shard)
         if options.bound is not None:
-            shard.clamp_(-options.bound, options.bound)
+            moved = moved.clamp(-options.bound, options.bound)
+        shard.copy_(torch.where(torch.as_tensor(was_taken, device=shard.device), moved, shard))

@@ -76,8 +76,8 @@ class ExpertLoads:
 class Counter(Protocol):
     """Counts the loads of experts."""
 
-    def read(self) -> dict[str, Tensor]:
-        """As `ExpertLoad.read`."""
+    def read_on_device(self) -> dict[str, Tensor]:
+        """As `ExpertLoad.read_on_device`."""
         ...
 
 
@@ -102,12 +102,14 @@ class RouterLoads:
         self._readings: dict[str, int] = {}  # of a layer that has collapsed, in a row
         self._has_warned = False
 
-    def read(self) -> ExpertLoads | None:
-        """The loads since the last reading (collective); None if no experts were called with indices."""
-        counts: Mapping[str, Tensor] = self._counter.read()
-        return (
-            ExpertLoads({path: count.tolist() for path, count in counts.items()}, self._per_token) if counts else None
-        )
+    def read_on_device(self) -> dict[str, Tensor]:
+        """The counts since the last call (collective; does not wait for the device), for `loads_of`."""
+        return self._counter.read_on_device()
+
+    def loads_of(self, counts: Mapping[str, Tensor]) -> ExpertLoads | None:
+        """The loads by such counts, on the host; None if no experts were called with indices."""
+        found = {path: count.tolist() for path, count in counts.items() if count.any()}
+        return ExpertLoads(found, self._per_token) if found else None
 
     def warning(self, loads: ExpertLoads) -> str | None:
         """What is wrong and what to do, at the first reading that tells; None before and after."""

@@ -159,7 +159,7 @@ def describe(
     options = models.sharding_options(recipe.parallel, device.device)
     if not choose.objective_of(recipe.objective).is_models_own:
         chosen["causal_lm_loss"] = "by the objective, in chunks"
-    estimate = memory.estimate(model, recipe, layout, options.param_dtype, memory.has_fused_loss(chosen))
+    estimate = memory.estimate(model, recipe, layout, options.param_dtype, chosen, device_type=device.kind)
     train, tokens = recipe.train, recipe.data.tokens_per_batch
     peak = recipe.log.peak_tflops or device.peak_tflops
     step_flops = cost.flops([tokens] * train.batches_per_step)

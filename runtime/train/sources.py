@@ -18,6 +18,7 @@ from patchgen.runtime import model_calls
 from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.train import host_copies
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class SourceLosses:
         # A row that was padded for slicing ends with an extra document, which the loader does not count.
         padding = len(bounds) - 1 - len(rows["document_sources"])
         sources = torch.nn.functional.pad(rows["document_sources"], (0, max(0, padding)), value=-1)
-        index = (sources[document] + 1).to(self._sums.device, non_blocking=True)
+        index = host_copies.on_device(sources[document] + 1, self._sums.device)
 
         def read(losses: Tensor) -> None:
             document_rows = model_calls.documents_apart()
@@ -78,17 +79,24 @@ class SourceLosses:
 
         return read
 
-    def figures(self, counts: Sequence[Sequence[int]]) -> dict[str, SourceFigures]:
-        """The figures since the last call (collective).
+    def take_sums(self) -> Tensor | None:
+        """The sums of losses since the last call over all ranks (collective; does not wait for the device), for `figures`; None: no
+        losses are read."""
+        if not self.reads_losses:
+            return None
+        sums = all_reduce(self._sums, operation="add up the losses of the sources")
+        self._sums = torch.zeros_like(self._sums)
+        return sums
+
+    def figures(self, counts: Sequence[Sequence[int]], sums: Tensor | None) -> dict[str, SourceFigures]:
+        """The figures of each source.
 
         Args:
             counts: tokens and labels of each source, summed over all ranks.
+            sums: what `take_sums` returned, of the same steps.
         """
-        sums: list[float | None] = [None] * len(self.names)
-        if self.reads_losses:
-            sums = all_reduce(self._sums, operation="add up the losses of the sources").tolist()[1:]
-            self._sums = torch.zeros_like(self._sums)
+        totals = [None] * len(self.names) if sums is None else sums.tolist()[1:]
         return {
             name: SourceFigures(tokens, labels, None if total is None or not labels else total / labels)
-            for name, (tokens, labels), total in zip(self.names, counts, sums, strict=True)
+            for name, (tokens, labels), total in zip(self.names, counts, totals, strict=True)
         }

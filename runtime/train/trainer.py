@@ -3,7 +3,8 @@
 trainer = Trainer(recipe, device)         # on every rank, after torch.distributed is up
 summary = trainer.run()
 
-feed.py yields the micro-batches      forward_backward() and update() take a step      listeners receive each record
+feed.py yields the micro-batches      forward_backward() and launch_step() launch a step, finish_step() reads its figures
+listeners receive each record
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,18 +23,20 @@ from torch import Tensor
 
 from patchgen.kernels import choices
 from patchgen.runtime import parallel
-from patchgen.runtime.data import DataConfig, DataError, Loader
+from patchgen.runtime.data import DataConfig, Loader
 from patchgen.runtime.data.agreement import run_on_all_ranks
 from patchgen.runtime.objectives import learning
 from patchgen.runtime.objectives.batch import inputs_of
-from patchgen.runtime.parallel import gradients, loss, peer_memory, report, sharding, watch
+from patchgen.runtime.parallel import gradients, loss, peer_memory, report, sharding, unused, watch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.reshard import reshard
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import (
+    ending,
     evaluation,
     first_loss,
     flops,
+    host_copies,
     lora,
     optimizers,
     reading,
@@ -44,12 +46,15 @@ from patchgen.runtime.train import (
     run_log,
     samples,
     setup,
+    start_times,
 )
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.captured import CapturedStep
 from patchgen.runtime.train.feed import Batches, End, Feed, StepBatches, micro_batches_per_step, require_first_step
+from patchgen.runtime.train.host_copies import HostCopies
+from patchgen.runtime.train.launched import LOAD, LOSS, NORM, SOURCES, LaunchedStep, Update, record_of
 from patchgen.runtime.train.recipe import Recipe, to_dict
-from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary, TrainingStopped
+from patchgen.runtime.train.records import Evaluation, Listener, RunStart, Summary, TrainingStopped
 from patchgen.runtime.train.run_checkpoints import RunCheckpoints
 from patchgen.runtime.train.signals import StopRequest
 from patchgen.runtime.train.sources import SourceLosses
@@ -86,6 +91,7 @@ class Trainer:
         setup.seed_rank(recipe)
         setup.require_shared(recipe.directory)
         self.parts, self.loader, self.eval_loader = run_on_all_ranks(self.open_data)
+        start_times.mark("data")
         if self.eval_loader is not None:
             self.eval_start = copy.deepcopy(self.eval_loader.state_dict())
         self.model = models.build_model(recipe, self.state, device)
@@ -101,11 +107,13 @@ class Trainer:
             if recipe.lora is not None
             else None
         )
+        start_times.mark("weights")
         self.seams = models.configure_seams(recipe, self.model)
         with router_balance.switched_on(recipe, self.model):
             self.report = models.check_slices_and_report(recipe, self.model, self.state, self.seams)
         if balance := router_balance.summary(recipe, self.model):
             self.report += f"\nbalance   {balance}"
+        start_times.mark("checks")
         models.set_pad_token(self.model, self.parts.tokenizer)
         self.learning = learning.build(recipe, self.model, self.state, device, self.adapted)
         self.source_losses = self.build_source_losses(recipe.data)
@@ -118,6 +126,8 @@ class Trainer:
         self.biases = router_balance.biases_of_run(recipe, self.model)
         self.router_loads = router_loads.of_run(recipe, self.model, self.biases) if recipe.log.expert_load else None
         self.step, self.evaluated_step = 0, 0
+        self.launched: LaunchedStep | None = None
+        self.mark = time.perf_counter()  # when the step before had ended
         self.skipped, self.num_skipped = 0, 0  # in a row, and in the whole run
         self.prompts = samples.of_recipe(recipe, self.model, self.parts.tokenizer)
         self.checkpoints: RunCheckpoints | None = None  # set by `run`, which also reads the log's best step
@@ -167,31 +177,37 @@ class Trainer:
             watched.enter_context(parallel.using(self.state))
             profiler = watched.enter_context(setup.profiler(recipe))
             feed = self.feed(self.loader, self.num_micro_batches, stop.requested)
-            is_over = self.step >= steps or self.best.is_over
+            start_times.mark("checkpoint")
+            is_over, self.mark = self.step >= steps or self.best.is_over, time.perf_counter()
             upcoming: StepBatches | End = (
                 End("steps" if self.step >= steps else "patience") if is_over else feed.next()
             )
             while isinstance(upcoming, StepBatches):
-                started, batches = time.perf_counter(), upcoming
+                batches = upcoming
                 share = self.forward_backward(batches)
                 if self.step == 0 and self.learning.objective.is_models_own:
                     first_loss.require_plausible(share, self.model, recipe)
-                # Prepared and agreed on while the device works.
+                self.finish_step()  # of the step before, while the device computes this one
+                # Prepared and agreed on meanwhile, too.
                 upcoming = feed.next() if self.step + 1 < steps else End("steps")
-                norm, rate = self.update()
+                self.launched = self.launch_step(batches, share)
                 self.step, position = self.step + 1, batches.position
-                self.record(batches, share, norm, rate, time.perf_counter() - started)
-                if self.step == self.first_step + 1:
-                    freeze_objects()
-                    self.print_choices()
+                if self.step <= self.first_step + 2:
+                    self.finish_first_step()
                 if profiler is not None:
                     profiler.step()
-                if recipe.checkpoint.every and self.step % recipe.checkpoint.every == 0 and self.step < steps:
+                saves = recipe.checkpoint.every and self.step % recipe.checkpoint.every == 0 and self.step < steps
+                evaluates = recipe.train.eval_every and self.step % recipe.train.eval_every == 0
+                if saves or evaluates or isinstance(upcoming, End):
+                    self.finish_step()
+                if saves:
                     self.checkpoints.save(self.step, position, asynchronous=recipe.checkpoint.asynchronous)
-                if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
+                if evaluates:
                     self.keep_if_best(self.evaluate(), position)
                     if self.best.is_over and isinstance(upcoming, StepBatches):
                         upcoming = End("patience")
+                if saves or evaluates:
+                    self.mark = time.perf_counter()
             is_unevaluated = self.first_step < self.step != self.evaluated_step
             if self.eval_loader is not None and upcoming.reason != "stop" and is_unevaluated:
                 self.keep_if_best(self.evaluate(), position)
@@ -199,7 +215,7 @@ class Trainer:
             self.checkpoints.wait_for_pending()
             if self.checkpoints.saved_step != self.step:
                 self.checkpoints.save(self.step, position, asynchronous=False)
-            return self.finish(upcoming.reason)
+            return ending.finish(self, upcoming.reason)
 
     def feed(self, loader: Batches, num_micro_batches: int, should_stop: Callable[[], bool] = lambda: False) -> Feed:
         """The steps of a loader."""
@@ -252,7 +268,7 @@ class Trainer:
             if self.captured.replayed == 1 and dist.get_rank() == 0:
                 print(f"Steps are replayed as a CUDA graph from step {self.step + 1} on.", flush=True)
         else:
-            share, num_items = torch.zeros((), device=self.device), torch.tensor(items, device=self.device)
+            share, num_items = torch.zeros((), device=self.device), host_copies.on_device(items, self.device)
             num_micro_batches = len(batches.micro_batches)
             for index, rows in enumerate(batches.micro_batches, start=1):
                 sharding.reduce_gradients(self.model, is_last=index == num_micro_batches)
@@ -284,35 +300,56 @@ class Trainer:
             share.backward()
         return share.detach()
 
-    def update(self) -> tuple[float, float]:
-        """Clips gradients, steps the optimizer if they are finite, and moves `biases`; returns the norm before clipping and the
-        learning rate.
+    def launch_update(self) -> Update:
+        """Clips gradients, steps the optimizer if they are finite, and moves `biases`; waits for the device only with an optimizer
+        that needs to know whether they are."""
+        config = self.recipe.optim
+        rate = optimizers.set_learning_rate(
+            self.optimizer, optimizers.lr_factor(self.step, config, self.recipe.train.steps)
+        )
+        parts: gradients.Parts = []
+        norm = gradients.clip(self.model, max_norm=config.max_grad_norm, optimizer=self.optimizer, parts=parts)
+        unused.drop_unused_gradients(self.model)
+        is_finite = torch.isfinite(norm)
+        if is_left_to_device := optimizers.can_skip(self.optimizer, norm.device):
+            optimizers.take_where(self.optimizer, is_finite)
+        if is_left_to_device or is_finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.biases is not None:
+            self.biases.after_step(self.step + 1, was_taken=is_finite)
+        return Update(self.step + 1, rate, norm, parts, is_left_to_device)
+
+    def finish_update(self, update: Update, norm: float) -> None:
+        """Counts a step that was skipped, once the host knows the norm.
 
         Raises:
             TrainingStopped: `optim.max_skipped` steps in a row were skipped.
             NonFiniteGradient: with `optim.on_nonfinite: stop`.
         """
-        config = self.recipe.optim
-        factor = optimizers.lr_factor(self.step, config, self.recipe.train.steps)
-        rate = optimizers.set_learning_rate(self.optimizer, factor)
-        norm = gradients.clip(self.model, max_norm=config.max_grad_norm, optimizer=self.optimizer)
-        is_taken = gradients.accept(self.model, norm, on_nonfinite=config.on_nonfinite)
-        if is_taken:
+        if math.isfinite(norm):
             self.skipped = 0
-            self.optimizer.step()
-        else:
-            self.skipped, self.num_skipped = self.skipped + 1, self.num_skipped + 1
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.biases is not None:
-            self.biases.after_step(self.step + 1, was_taken=is_taken)
+            return
+        config = self.recipe.optim
+        if update.is_left_to_device:
+            optimizers.take_back(self.optimizer)
+        gradients.report_nonfinite(self.model, norm, on_nonfinite=config.on_nonfinite, parts=update.parts)
+        self.skipped, self.num_skipped = self.skipped + 1, self.num_skipped + 1
         if self.skipped >= config.max_skipped:
             last = self.checkpoints.saved_step if self.checkpoints is not None else 0
             saved = f"The last checkpoint is that of step {last}." if last else "No checkpoint was saved."
             raise TrainingStopped(
                 f"{self.skipped} steps in a row had gradients that are not finite, the last of them step "
-                f"{self.step + 1}. {saved} Lower optim.lr, raise optim.warmup_steps, or check the data of these steps."
+                f"{update.number}. {saved} Lower optim.lr, raise optim.warmup_steps, or check the data of these steps."
             )
-        return float(norm), rate
+
+    def update(self) -> tuple[float, float]:
+        """Launches the update and waits for it; returns the norm before clipping and the learning rate. Errors as of
+        `finish_update`."""
+        update = self.launch_update()
+        norm = float(update.norm)
+        self.finish_update(update, norm)
+        return norm, update.rate
 
     @staticmethod
     def peak_memory() -> int:
@@ -341,54 +378,6 @@ class Trainer:
             if self.checkpoints.saved_step != self.step:
                 self.checkpoints.save(self.step, position, asynchronous=self.recipe.checkpoint.asynchronous)
 
-    # --------------------------------------------------------------------------------------------- the end
-
-    def finish(self, reason: str) -> Summary:
-        """Exports the trained model, unless the run was stopped or `checkpoint.export` is false; returns the summary.
-
-        Raises:
-            DataError: the data ended before the first step, so there is no trained model.
-        """
-        if reason != "stop" and self.step == 0:
-            raise DataError(
-                "The data ended before the first step: nothing was trained, and nothing is exported. "
-                f"What was read: {reading.counters_of(self.loader, self.state).summary()}."
-            )
-        folder, exported = None, None
-        if reason != "stop" and self.recipe.checkpoint.export:
-            exported = self.checkpoints.step_to_export(self.best.step, self.step) if self.checkpoints else self.step
-            folder = setup.existing_export(self.recipe, exported) if self.step == self.first_step else None
-            if folder is None:
-                if exported != self.step and self.checkpoints is not None:
-                    self.checkpoints.load_weights(exported)
-                folder = self.export()
-            elif dist.get_rank() == 0:
-                print(f"Nothing to export: {folder} has the model of step {exported}.", flush=True)
-        summary = Summary(
-            steps=self.step,
-            reason=reason,
-            directory=str(self.recipe.directory),
-            export=str(folder) if folder else None,
-            data=reading.counters_of(self.loader, self.state).summary(),
-            skipped=self.num_skipped,
-            best_step=self.best.step,
-            exported_step=exported,
-            best_loss=self.best.loss if self.best.step is not None else None,
-        )
-        for listener in self.listeners:
-            listener.on_end(summary)
-        return summary
-
-    def export(self) -> Path:
-        """Writes the model, or its adapters (collective)."""
-        if self.adapted is None or self.recipe.lora is None:  # both are None or neither
-            return setup.export(self.recipe, self.model, self.parts)
-        lora.save(self.adapted, folder := self.recipe.directory / lora.FOLDER, self.parts.tokenizer)
-        if not self.recipe.lora.merge:
-            return folder
-        lora.merge(self.adapted)
-        return setup.export(self.recipe, self.model, self.parts)
-
     # -------------------------------------------------------------------------------------------- records
 
     def announce(self) -> None:
@@ -408,44 +397,50 @@ class Trainer:
         for listener in self.listeners:
             listener.on_start(start)
 
-    def print_choices(self) -> None:
-        """Prints which kernels `auto` chose for the shapes of the first step."""
-        chosen = report.auto_choices()
-        if chosen and dist.get_rank() == 0:
-            print(f"after the first step, on rank 0:\n{chosen}", flush=True)
+    def finish_first_step(self) -> None:
+        """After each of the first two steps of a start: prints which kernels `auto` chose, and how long the start took."""
+        self.finish_step()
+        start_times.mark(f"step {self.step}")
+        if is_first := self.step == self.first_step + 1:
+            freeze_objects()
+        chosen = report.auto_choices() if is_first else ""
+        text = f"after the first step, on rank 0:\n{chosen}" if chosen else ""
+        if dist.get_rank() == 0 and (text := text if is_first else start_times.summary(f"step {self.step}")):
+            print(text, flush=True)
+        self.mark = time.perf_counter()
 
-    def record(self, batches: StepBatches, share: Tensor, norm: float, rate: float, seconds: float) -> None:
-        """Sends the figures of a step to the listeners (collective)."""
-        total = float(all_reduce(share, operation="add up the loss"))
-        devices = dist.get_world_size()
-        tflops = batches.flops / seconds / devices / 1e12
-        experts = self.read_router_loads()
-        record = StepRecord(
-            step=self.step,
-            loss=total,
-            grad_norm=norm,
-            lr=rate,
-            tokens=batches.tokens,
-            labels=batches.labels,
-            seconds=seconds,
-            tokens_per_second_per_device=batches.tokens / seconds / devices,
-            tflops=tflops,
-            mfu=tflops / self.peak_tflops if self.peak_tflops else None,
-            peak_memory_gib=self.peak_memory() / 2**30 if self.device.type == "cuda" else None,
-            expert_load=experts.busiest if experts else None,
-            experts=experts,
-            warning=self.router_loads.warning(experts) if self.router_loads and experts else None,
-            skipped=not math.isfinite(norm),
-            sources=self.source_losses.figures(batches.sources) if self.source_losses else None,
+    def launch_step(self, batches: StepBatches, share: Tensor) -> LaunchedStep:
+        """Launches the update of a step whose gradients are there, and the copies of its figures (collective)."""
+        figures = {LOSS: all_reduce(share, operation="add up the loss")}
+        if self.source_losses and (sums := self.source_losses.take_sums()) is not None:
+            figures[SOURCES] = sums
+        update = self.launch_update()
+        if self.router_loads is not None and update.number % self.recipe.log.every == 0:
+            loads = self.router_loads.read_on_device()
+            figures |= {f"{LOAD}{path}": counts for path, counts in loads.items()}
+        return LaunchedStep(update, batches, HostCopies(figures | {NORM: update.norm}))
+
+    def finish_step(self) -> None:
+        """Waits for the figures of a launched step, if there is one, and sends them to the listeners; errors as of
+        `finish_update`."""
+        launched, self.launched = self.launched, None
+        if launched is None:
+            return
+        figures = launched.figures.read(f"compute step {launched.update.number}")
+        now = time.perf_counter()
+        seconds, self.mark = now - self.mark, now
+        self.finish_update(launched.update, float(figures[NORM]))
+        record = record_of(
+            launched,
+            figures,
+            seconds,
+            peak_tflops=self.peak_tflops,
+            peak_memory=self.peak_memory() if self.device.type == "cuda" else None,
+            source_losses=self.source_losses,
+            router_loads=self.router_loads,
         )
         for listener in self.listeners:
             listener.on_step(record)
-
-    def read_router_loads(self) -> router_loads.ExpertLoads | None:
-        """What each expert got since the last reading, every `log.every` steps (collective)."""
-        if self.router_loads is None or self.step % self.recipe.log.every:
-            return None
-        return self.router_loads.read()
 
 
 def freeze_objects() -> None:

@@ -185,16 +185,18 @@ def shown(sample: Sample) -> str:
 
 
 def ending(summary: Summary) -> str:
-    """How the run ended, and its folders; if steps were skipped, or samples dropped or truncated, a line each says so."""
+    """How the run ended, and its folders; lines for steps that were skipped, samples that were dropped or truncated, and what of
+    the run was replayed."""
     where = f"   export: {summary.export}" if summary.export else ""
     left_out = f"\nsamples: {summary.data}" if summary.data not in ("", ALL_USED) else ""
     skipped = (
         f"\nskipped: {summary.skipped} of {summary.steps} steps changed no weight (gradients that are not finite)"
     )
+    graph = f"\ngraph: {summary.graph}" if summary.graph else ""
     best = f"   best: step {summary.best_step}, evaluation loss {summary.best_loss:.4f}" if summary.best_step else ""
     return (
         f"step {summary.steps}: {ENDINGS[summary.reason]}{best}   run: {summary.directory}{where}"
-        f"{skipped if summary.skipped else ''}{left_out}"
+        f"{skipped if summary.skipped else ''}{left_out}{graph}"
     )
 
 

@@ -121,3 +121,23 @@ def test_no_further_from_fp64_than_torchs_fused_one():
     adamw_(parameter, gradient, exp_avg, exp_avg_sq, step=5, factor=factor, **OPTIONS)
     theirs = (fused.detach().double() - expected).norm()
     assert (parameter.double() - expected).norm() <= 1.5 * theirs
+
+
+@pytest.mark.parametrize("with_copy", [False, True])
+def test_a_step_that_the_device_does_not_take_changes_nothing(with_copy):
+    """Whatever its gradient; one that it takes has the bits of a step without the question."""
+    before = state_of(3000, torch.bfloat16, seed=3)
+    found, expected = [value.clone() for value in before], [value.clone() for value in before]
+    found[1].fill_(float("nan"))
+    copy = torch.zeros(3000, dtype=torch.bfloat16, device=DEVICE) if with_copy else None
+    factor = torch.tensor(float("nan"), device=DEVICE)
+    adamw_(*found, step=5, factor=factor, taken=torch.tensor(False, device=DEVICE), copy=copy, **OPTIONS)
+    for index in (0, 2, 3):
+        assert torch.equal(found[index], before[index])
+    if copy is not None:
+        assert (copy.float() - before[0]).abs().max() <= torch.finfo(torch.bfloat16).eps * before[0].abs().max()
+    found = [value.clone() for value in before]
+    adamw_(*found, step=5, taken=torch.tensor(True, device=DEVICE), **OPTIONS)
+    adamw_(*expected, step=5, **OPTIONS)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from patchgen.kernels.optimizer.squares import sum_of_squares
+from patchgen.kernels.optimizer.squares import partial_sums, sum_of_squares
 from patchgen.runtime.parallel import gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,8 +53,26 @@ def test_the_norm_of_gradients_is_the_same_through_the_kernel(monkeypatch):
     monkeypatch.setattr(gradients, "LARGE", 1000)
     monkeypatch.setattr(gradients, "_has_kernel", lambda gradient: True)
     found = []
-    monkeypatch.setattr(
-        gradients, "_squares_by_kernel", lambda large: found.append(len(large)) or sum_of_squares(large)
-    )
+    monkeypatch.setattr(gradients, "_squares_by_kernel", lambda large: found.append(len(large)) or partial_sums(large))
     assert abs(float(gradients.norm(parameters)) / float(expected) - 1) < 32 * torch.finfo(torch.float32).eps
     assert found == [2]  # the strided one and the small one are torch's
+    assert_parts_tell_which_gradient_is_not_finite(parameters)
+
+
+def assert_parts_tell_which_gradient_is_not_finite(parameters: list[torch.nn.Parameter]) -> None:
+    """Of large ones and of torch's, also when the gradients are gone."""
+    model = torch.nn.ParameterList(parameters)
+    for index, parameter in enumerate(parameters):
+        parts: gradients.Parts = []
+        kept, parameter.grad = parameter.grad, torch.full_like(parameter.grad, float("nan"))
+        assert not torch.isfinite(gradients.clip(model, 1.0, parts=parts))
+        gone = [one.grad for one in parameters]
+        for one in parameters:
+            one.grad = None
+        assert gradients.first_nonfinite(model, parts) == str(index)
+        for one, gradient in zip(parameters, gone, strict=True):
+            one.grad = gradient
+        parameter.grad = kept
+        parts = []
+        gradients.clip(model, 1.0, parts=parts)
+        assert gradients.first_nonfinite(model, parts) is None

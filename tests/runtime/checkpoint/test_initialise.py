@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 from patchgen.runtime import registry
+from patchgen.runtime.checkpoint import initialise as initialisation
 from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.parallel import buffers, sharding
 from patchgen.runtime.train.model import weight_names
@@ -87,3 +88,36 @@ def test_whatever_an_initialiser_writes_into_booleans_is_seen():
     forgetful = _Flagged(["on"]).to("meta").to_empty(device="cpu")
     with pytest.raises(ValueError, match=r"does not initialise its non-persistent buffers \['turns'\]"):
         buffers.compute_buffers(forgetful)
+
+
+def test_large_tensors_have_the_same_values_on_any_number_of_cores(monkeypatch):
+    """Each part is drawn from a generator of its own; what upstream writes after drawing (the row of padding) stays."""
+    monkeypatch.setattr(initialisation, "PART", 1000)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=500,
+        pad_token_id=3,
+    )
+
+    def state(threads: int, seed: int = 0) -> dict[str, torch.Tensor]:
+        monkeypatch.setattr(initialisation, "_num_threads", lambda: threads)
+        with torch.device("meta"):
+            model = registry.build_model(config)
+        sharding.materialise(model, "cpu")
+        before = torch.random.get_rng_state()
+        initialise(model, weight_names(model), seed=seed)
+        assert torch.equal(before, torch.random.get_rng_state()), "a run's own numbers do not change"
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    one, four, other = state(1), state(4), state(4, seed=1)
+    assert all(torch.equal(one[name], four[name]) for name in one)
+    embeddings = one["model.embed_tokens.weight"]
+    assert not embeddings[3].any() and embeddings[4].any()
+    assert not torch.equal(embeddings, other["model.embed_tokens.weight"])
+    for name in ("model.embed_tokens.weight", "model.layers.1.mlp.gate_proj.weight", "lm_head.weight"):
+        flat = one[name].flatten()
+        assert flat.std().item() == pytest.approx(config.initializer_range, rel=0.05), name
+        assert len({part.sum().item() for part in flat.split(1000)}) == len(flat.split(1000)), "no part is another's"

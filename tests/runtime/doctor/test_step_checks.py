@@ -51,7 +51,7 @@ def test_one_rank_takes_the_batches_of_several_whatever_the_recipe_counts_over_a
 
 @pytest.mark.parametrize("check", [Step(), Layout()])
 def test_a_finding_names_what_was_not_examined(check, monkeypatch):
-    parts = step_checks.memory.Estimate(0, 0, 0, 0, 0, 0, 0)
+    parts = step_checks.memory.Estimate(*[0] * 9, "in the loss")
     monkeypatch.setattr(step_checks, "single_rank_figures", lambda patient: FIGURES)
     monkeypatch.setattr(step_checks, "estimate_of", lambda patient, world: parts)
     monkeypatch.setattr(step_checks, "ranks_for", lambda patient: 2)

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from patchgen.runtime.parallel import ParallelConfig, gradients, sharding, undivided
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.train import optimizers
 from patchgen.runtime.train.adamw import AdamW
 from patchgen.runtime.train.optimizers import CombinedOptimizer
 
@@ -104,3 +105,36 @@ def test_narrow_gradients_are_not_scaled_in_place(state):
         ValueError, match=r"4 gradients are torch.bfloat16 .* clip\(model, max_norm, optimizer=optimizer\)"
     ):
         gradients.clip(model, 0.5)
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "torch"])
+def test_a_step_that_the_device_skips_leaves_no_trace(ours):
+    """The host launches it like any other, and learns of it before the next: the steps after it have the same bits."""
+    if not ours and ON_GPU:
+        pytest.skip("torch's is for CPUs")
+
+    def run(gradients_of_steps: list[float]) -> list[torch.Tensor]:
+        parameter = nn.Parameter(torch.linspace(-1, 1, 12, device=DEVICE))
+        make = AdamW if ours else lambda groups, lr: torch.optim.AdamW(groups, lr=lr, fused=True)
+        optimizer = make([{"params": [parameter]}], lr=1e-2)
+        assert optimizers.can_skip(optimizer, parameter.device)
+        for gradient in gradients_of_steps:
+            parameter.grad = torch.full_like(parameter, gradient)
+            norm = gradients.clip(nn.ParameterList([parameter]), 1.0, optimizer=optimizer)
+            optimizers.take_where(optimizer, torch.isfinite(norm))
+            optimizer.step()
+            if not torch.isfinite(norm):
+                optimizers.take_back(optimizer)
+        state = optimizer.state[parameter]
+        return [parameter.detach(), state["exp_avg"], state["exp_avg_sq"], state["step"]]
+
+    for one, other in zip(run([0.3, float("nan"), 2.0, float("inf"), -1.0]), run([0.3, 2.0, -1.0]), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_optimizer_that_has_to_know_is_not_left_to_the_device():
+    parameter = nn.Parameter(torch.zeros(4, 4, device=DEVICE))
+    muon = torch.optim.Muon([parameter])
+    assert not optimizers.can_skip(muon, parameter.device)
+    assert not optimizers.can_skip(torch.optim.AdamW([parameter]), parameter.device), "torch's unfused one"
+    assert not optimizers.can_skip(AdamW([parameter]), torch.device("meta")), "a norm on another device"

@@ -11,8 +11,21 @@ from hypothesis import strategies as st
 
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.batch import slice_batch
-from patchgen.runtime.train.captured import GraphShape, complete_text_inputs, require_replayable
+from patchgen.runtime.train import view
+from patchgen.runtime.train.captured import (
+    FIRST,
+    LONGER_DOCUMENT,
+    MORE_DOCUMENTS,
+    OTHER_INPUTS,
+    REASONS,
+    REPLAYABLE,
+    GraphShape,
+    complete_text_inputs,
+    require_replayable,
+    summary_of,
+)
 from patchgen.runtime.train.recipe import RecipeError, from_dict
+from patchgen.runtime.train.records import Summary
 
 TOKENS = 64
 
@@ -36,8 +49,11 @@ def partitions(draw) -> list[int]:
 @given(partitions(), partitions())
 def test_a_form_keeps_the_documents_and_is_one_for_all_that_fit(first: list[int], second: list[int]):
     form = GraphShape.with_slack(row(first))
-    assert form.fits(row(first))
-    if not form.fits(row(second)):
+    assert form.compare(row(first)) == REPLAYABLE
+    reason = form.compare(row(second))
+    assert reason in (MORE_DOCUMENTS, LONGER_DOCUMENT, REPLAYABLE)
+    assert (reason == MORE_DOCUMENTS) == (len(second) + 1 > form.num_bounds)
+    if reason != REPLAYABLE:
         assert len(second) + 1 > form.num_bounds or max(second) > form.longest
         return
     brought = form.pad(row(second))
@@ -51,8 +67,8 @@ def test_a_form_keeps_the_documents_and_is_one_for_all_that_fit(first: list[int]
 
 def test_rows_of_other_sizes_and_of_more_than_text_do_not_fit():
     form = GraphShape.with_slack(row([40, 24]))
-    assert not form.fits(row([40, 25]))
-    assert not form.fits({**row([40, 24]), "labels": row([40, 24])["labels"].int()})
+    assert form.compare(row([40, 25])) == OTHER_INPUTS
+    assert form.compare({**row([40, 24]), "labels": row([40, 24])["labels"].int()}) == OTHER_INPUTS
     assert (
         complete_text_inputs({"input_ids": torch.zeros(1, 4, dtype=torch.long), "pixel_values": torch.zeros(3)}, sp=1)
         is None
@@ -93,3 +109,14 @@ def test_what_cannot_be_replayed_is_refused_with_what_to_do(sections, world, tol
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RecipeError, match="needs a GPU"):
         require_replayable(from_dict(values), layout)
+
+
+def test_a_run_says_how_many_steps_were_replayed_and_why_the_others_were_not():
+    told = summary_of(26, {MORE_DOCUMENTS: 3, FIRST: 1})
+    assert told == (
+        f"26 of 30 steps were replayed as a CUDA graph; 1 was {REASONS[FIRST]}; 3 were {REASONS[MORE_DOCUMENTS]}"
+    )
+    assert summary_of(5, {}) == "5 of 5 steps were replayed as a CUDA graph"
+    assert set(REASONS) == set(range(REPLAYABLE)), "each reason has words"
+    ended = Summary(steps=30, reason="steps", directory="runs/mine", export=None, graph=told)
+    assert view.ending(ended).splitlines()[-1] == f"graph: {told}"

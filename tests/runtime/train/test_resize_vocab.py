@@ -103,11 +103,11 @@ def test_a_dry_run_counts_the_new_rows_and_tells_them(folder):
     )
     layout = model.parallel_config(recipe.parallel, 1)
     sizes = [
-        memory.estimate(checks.build_runnable(recipe_of(folder, {"to": rows}), 1), recipe, layout, None, False)
+        memory.estimate(checks.build_runnable(recipe_of(folder, {"to": rows}), 1), recipe, layout, None, {})
         for rows in (TOKENS, TOKENS + 10)
     ]
     assert sizes[1].parameters - sizes[0].parameters == 2 * 10 * SMALL["hidden_size"] * 4
-    assert sizes[1].logits - sizes[0].logits == 32 * 10 * 8
+    assert sizes[1].loss - sizes[0].loss == 32 * 10 * 8
     assert first_loss.expected(recipe, blueprint) == first_loss.Expected(128, None, is_trained=True)
     assert "nothing grows: the weights have 120 rows" in run_plan.describe(
         *(lambda same: (same, model.build_on_meta(same), 1))(recipe_of(folder, {"to": ROWS}))

@@ -142,13 +142,14 @@ def test_a_step_moves_each_bias_against_the_error_of_its_load(options, moves):
     experts, weights = model.model.layers[1].mlp.experts, torch.ones(16, 2)
     (bias,) = biases.biases.values()
     experts(torch.ones(16, 32), index, weights)
-    biases.after_step(1, was_taken=False)
+    biases.after_step(1, was_taken=torch.tensor(False))
     assert not bias.any(), "a skipped step moves nothing"
     experts(torch.ones(16, 32), index, weights)
-    biases.after_step(1)
+    biases.after_step(1, was_taken=torch.tensor(True))
     assert bias.tolist() == pytest.approx(moves)
-    assert biases.read()["model.layers.1.mlp.experts"].tolist() == [32, 8, 16, 8], "for the log, of both steps"
-    assert biases.read() == {}
+    loads = biases.read_on_device()
+    assert loads["model.layers.1.mlp.experts"].tolist() == [32, 8, 16, 8], "for the log, of both steps"
+    assert biases.read_on_device() == {}
     biases.after_step(2)
     assert bias.tolist() == pytest.approx(moves), "no loads, no error"
 
