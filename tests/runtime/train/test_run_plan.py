@@ -108,6 +108,14 @@ def test_a_dry_run_says_what_would_run():
             1,
             "needs parallel.offload_inputs: true and parallel.activation_checkpointing: full; found false",
         ),
+        (
+            {
+                "parallel": {"activation_checkpointing": "full", "offload_inputs": True, "offload_attention": True},
+                "model": {"attention": "patchgen_flex_attention"},
+            },
+            1,
+            "the results of model.attention = patchgen_flex_attention cannot be kept",
+        ),
         ({"parallel": {"head_groups": 2}}, 2, "parallel.head_groups is set, but parallel.sp is 1"),
         ({"model": {"attention": "patchgen_flash_attention_4"}}, 1, "cannot run here: it needs a CUDA device"),
         ({"kernels": {"rms_norm": "quack"}}, 1, "kernels.rms_norm = 'quack' cannot run here"),
