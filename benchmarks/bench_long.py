@@ -157,7 +157,7 @@ def compile_elementwise(tokens: int, sizes: dict, device: str) -> None:
             ops.rms_norm(states * 1 if repeat else states, weight, 1e-6).sum().backward()
     q, k = (torch.ones(1, tokens, number, D, **options).transpose(1, 2) for number in heads)
     cos, sin = (torch.ones(1, tokens, D, device=device, dtype=q.dtype) for _ in range(2))
-    sum(rotated.sum() for rotated in ops.rotary(q, k, cos, sin)).backward()
+    torch.stack([rotated.sum() for rotated in ops.rotary(q, k, cos, sin)]).sum().backward()
 
 
 def step(model: nn.Module, optimizer, inputs: dict, state: ParallelState) -> tuple[float, dict, float, dict]:

@@ -213,6 +213,12 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+def _travels(hidden: object) -> bool:
+    """Whether a layer's first argument goes to the host: a plain tensor of hidden states that have a gradient."""
+    is_plain = isinstance(hidden, Tensor) and type(hidden) is Tensor
+    return is_plain and hidden.is_floating_point() and hidden.requires_grad
+
+
 def _run_layer(run_layer: Callable, *args: Any, transfers: Transfers, keeps_attention: bool, **options: Any) -> Any:
     """`checkpoint(run_layer, *args, **options)` with the first argument in host memory until the backward.
 
@@ -225,7 +231,7 @@ def _run_layer(run_layer: Callable, *args: Any, transfers: Transfers, keeps_atte
     kept: list[Any] = []
     if keeps_attention:
         run_layer = partial(_run_with_kept_attention, run_layer, transfers, kept)
-    if type(hidden) is not Tensor or not hidden.is_floating_point() or not hidden.requires_grad:
+    if not _travels(hidden):
         return torch_checkpoint.checkpoint(run_layer, *args, **options)
 
     travels = id(hidden)  # autograd keeps the hooks, and so all that they refer to

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from patchgen.runtime import attention_kinds
+from patchgen.runtime import attention, attention_kinds
 from patchgen.runtime.checkpoint.load import match_checkpoint
 from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import checkpointing, report
 from patchgen.runtime.parallel.config import ParallelConfig, draw
+from patchgen.runtime.parallel.offloaded_inputs import KEPT_ATTENTION
 from patchgen.runtime.train import (
     attention_choice,
     captured,
@@ -80,6 +81,12 @@ def require_valid(recipe: Recipe, world_size: int) -> None:
                 f"parallel.{field} is set, but parallel.{size} is 1: it would have no effect. To fix: remove it, or set "
                 f"parallel.{size}."
             )
+    attends = recipe.model.attention
+    if recipe.parallel.offload_attention and attends in attention.ORDER and attends not in KEPT_ATTENTION:
+        raise RecipeError(
+            f"parallel.offload_attention: the results of model.attention = {attends} cannot be kept, for it is no operator of "
+            f"torch's dispatcher. To fix: use one of {', '.join(KEPT_ATTENTION)}, or remove parallel.offload_attention."
+        )
     if recipe.parallel.expert_exchange == "peer_memory" and recipe.parallel.expert_capacity is not None:
         raise RecipeError(
             "parallel.expert_capacity bounds the rows of an all-to-all, which parallel.expert_exchange = peer_memory does "

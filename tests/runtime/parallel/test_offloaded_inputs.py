@@ -28,16 +28,20 @@ ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 MODES = {"inputs": ("full", False), "selective": ("selective", False), "attention": ("full", True)}
 
 
-def model_of(mode: str, offloads: bool | None = None, *, attention_name: str = "patchgen_sdpa", **changed):
-    """A model of small layers, and its transfers: `offloads` None: none, else whether attention is kept."""
+def model_of(mode: str, *, attention_name: str = "patchgen_sdpa", **changed):
+    """A model of small layers that are checkpointed."""
     attention.register()
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**SIZES | changed, use_cache=False)
     model = registry.build_model(config, attn_implementation=attention_name).train()
     checkpointing.apply(model, mode)
-    if offloads is None:
-        return model, None
-    return model, offloaded_inputs.apply(model, attention=offloads, piece_bytes=PIECE)
+    return model
+
+
+def offloading(mode: str, keeps_attention: bool, **options):
+    """The same with inputs in host memory, and what its layers share."""
+    model = model_of(mode, **options)
+    return model, offloaded_inputs.apply(model, attention=keeps_attention, piece_bytes=PIECE)
 
 
 def loss_of(model, number: int, tokens: int = 96) -> torch.Tensor:
@@ -81,9 +85,9 @@ def test_gradients_are_those_of_inputs_on_the_device_to_the_bit(mode, step):
     checkpoint, keeps_attention = MODES[mode]
     if step is backward_twice and checkpoint == "selective":
         pytest.skip("torch's selective checkpointing has no second backward")
-    model, transfers = model_of(checkpoint, keeps_attention)
+    model, transfers = offloading(checkpoint, keeps_attention)
     found = gradients_after(step, model)
-    expected = gradients_after(step, model_of(checkpoint)[0])
+    expected = gradients_after(step, model_of(checkpoint))
     for (name, _), got, wanted in zip(model.named_parameters(), found, expected, strict=True):
         assert torch.equal(got, wanted), name
     num_forwards = {one_after_the_other: 3, backward_twice: 1}.get(step, 2)
@@ -92,9 +96,9 @@ def test_gradients_are_those_of_inputs_on_the_device_to_the_bit(mode, step):
 
 
 def test_the_device_has_no_input_between_forward_and_backward():
-    for offloads in (None, False, True):
-        model, _ = model_of("full", offloads)
-        assert inputs_alive_after_forward(model) == [offloads is None] * LAYERS
+    assert inputs_alive_after_forward(model_of("full")) == [True] * LAYERS
+    for keeps_attention in (False, True):
+        assert inputs_alive_after_forward(offloading("full", keeps_attention)[0]) == [False] * LAYERS
 
 
 def inputs_alive_after_forward(model) -> list[bool]:
@@ -108,7 +112,7 @@ def inputs_alive_after_forward(model) -> list[bool]:
 
 
 def test_host_memory_is_used_again_and_none_is_lost():
-    model, transfers = model_of("full", True)
+    model, transfers = offloading("full", True)
     sizes = []
     for number, tokens in enumerate((96, 96, 32, 64, 96)):
         loss_of(model, number, tokens).backward()
@@ -122,14 +126,14 @@ def test_host_memory_is_used_again_and_none_is_lost():
 
 
 def test_a_forward_without_a_backward_gives_its_memory_back():
-    model, transfers = model_of("full", True)
+    model, transfers = offloading("full", True)
     loss_of(model, 0)
     gc.collect()
     assert sum(map(len, transfers._free[False])) == transfers.host_bytes > 0
 
 
 def test_without_gradients_nothing_is_sent():
-    model, transfers = model_of("full", True)
+    model, transfers = offloading("full", True)
     with torch.no_grad():
         loss_of(model, 0)
     loss_of(model.eval(), 0)
@@ -148,9 +152,9 @@ class Calls(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize(("offloads", "times"), [(None, 2), (False, 2), (True, 1)])
-def test_kept_attention_is_computed_once(offloads, times):
-    model, _ = model_of("full", offloads)
+@pytest.mark.parametrize(("keeps_attention", "times"), [(False, 2), (True, 1)])
+def test_kept_attention_is_computed_once(keeps_attention, times):
+    model, _ = offloading("full", keeps_attention)
     with Calls() as calls:
         loss_of(model, 0).backward()
     assert calls.counts[ATTENTION] == times * LAYERS
@@ -256,15 +260,25 @@ def test_a_tensor_comes_back_with_its_values_and_if_dense_its_strides(make, dtyp
     assert len(transfers._free[False]) == pieces
 
 
+def test_layers_are_known_as_checkpointed_by_us_and_lose_it_by_another_mode():
+    """`is_ours` keeps other code from wrapping the function again; `checkpointing.apply` sets a mode anew."""
+    model, transfers = offloading("full", True)
+    functions = [vars(layer)[checkpointing.CHECKPOINT_ATTRIBUTE] for layer in model.model.layers]
+    assert all(checkpointing.is_ours(function) for function in functions)
+    checkpointing.apply(model, "full")
+    loss_of(model, 0).backward()
+    assert transfers.num_sent == 0
+
+
 def test_layers_that_keep_no_input_are_refused():
     for mode in ("none", "offload"):
-        model, _ = model_of(mode)
+        model = model_of(mode)
         with pytest.raises(ValueError, match="no layer whose input is kept"):
             offloaded_inputs.apply(model)
 
 
 def test_attention_that_cannot_be_kept_is_refused_with_those_that_can():
-    model, _ = model_of("full", True, attention_name="patchgen_eager")
+    model, _ = offloading("full", True, attention_name="patchgen_eager")
     loss = loss_of(model, 0)
     with pytest.raises(ValueError, match=r"set model\.attention to one of patchgen_flash_attention_3"):
         loss.backward()
@@ -283,7 +297,7 @@ def largest_tensor(mode: str, tokens: int) -> int:
                     largest = max(largest, result.numel())
             return results
 
-    model, _ = model_of(*MODES[mode], vocab_size=2048, num_hidden_layers=2)
+    model, _ = offloading(*MODES[mode], vocab_size=2048, num_hidden_layers=2)
     with Largest(), seams.using(causal_lm_loss="linear"), chunking.largest_chunk(128):
         loss_of(model, 0, tokens).backward()
     return largest
