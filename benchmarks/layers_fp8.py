@@ -48,9 +48,15 @@ EXACT = "reference"
 
 
 class Fixed(Layer):
-    """A layer whose tokens go to the experts that are named, or to those that it selects, which it keeps."""
+    """A layer whose tokens go to the experts that are named, or to those that it selects.
+
+    Attributes:
+        chosen: `[T, K]`; None: the layer selects.
+        selected: where the last tokens went, `[T, K]`.
+    """
 
     chosen: Tensor | None = None
+    selected: Tensor
 
     def select(self, shares: Tensor) -> tuple[Tensor, Tensor]:
         if self.chosen is None:
@@ -66,12 +72,16 @@ def decoder(options: list[str], weights: dict[str, Tensor]) -> Decoder:
         model = Decoder("triton")
         model.layers = nn.ModuleList(Fixed("triton" if option in TORCHAO else option) for option in options)
     model.load_state_dict(weights)
-    for layer, option in zip(model.layers, options, strict=True):
+    for layer, option in zip(layers_of(model), options, strict=True):
         if option in TORCHAO:
             _convert_by_torchao(layer, TORCHAO[option])
         if option == EXACT:
             layer.dtype = torch.float32
     return model
+
+
+def layers_of(model: Decoder) -> list[Fixed]:
+    return [layer for layer in model.layers if isinstance(layer, Fixed)]
 
 
 def _convert_by_torchao(layer: nn.Module, recipe: str) -> None:
@@ -93,22 +103,25 @@ def computed(model: Decoder, rows: Tensor, chosen: list[Tensor] | None) -> tuple
         streams.append(outputs[0])
 
     hooks = [layer.register_forward_hook(keep) for layer in model.layers]
-    for number, layer in enumerate(model.layers):
+    for number, layer in enumerate(layers_of(model)):
         layer.chosen = None if chosen is None else chosen[number]
     model.zero_grad()
-    is_exact = model.layers[0].backend == EXACT
+    is_exact = layers_of(model)[0].backend == EXACT
     with contextlib.nullcontext() if is_exact else torch.autocast(rows.device.type, torch.bfloat16):
         loss, _ = model(rows)
     loss.backward()
     for hook in hooks:
         hook.remove()
     found = {}
-    for number, (layer, stream) in enumerate(zip(model.layers, streams, strict=True)):
-        attention = [getattr(layer, name).weight.grad.flatten() for name in "qkvo"]
-        experts = [layer.gate_up.grad.flatten(), layer.down.grad.flatten()]
-        tensors = stream.detach(), stream.grad, torch.cat(attention), torch.cat(experts)
+    for number, (layer, stream) in enumerate(zip(layers_of(model), streams, strict=True)):
+        attention = _gradients([getattr(layer, name).weight for name in "qkvo"])
+        tensors = stream.detach(), _gradients([stream]), attention, _gradients([layer.gate_up, layer.down])
         found |= {(number, name): tensor.float() for name, tensor in zip(TENSORS, tensors, strict=True)}
     return loss.item(), found
+
+
+def _gradients(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.grad.flatten() for tensor in tensors if tensor.grad is not None])
 
 
 def compared(weights: dict[str, Tensor], batches: list[Tensor], options: list[str]) -> Iterator[dict]:
@@ -122,7 +135,7 @@ def compared(weights: dict[str, Tensor], batches: list[Tensor], options: list[st
     selections, exact_losses, others = [], [], []
     for rows in batches:
         loss, expected = computed(exact, rows, None)
-        selections.append([layer.selected for layer in exact.layers])
+        selections.append([layer.selected for layer in layers_of(exact)])
         exact_losses.append(loss)
         for key, tensor in expected.items():
             sizes[key] += float(tensor.double().square().sum())
@@ -133,10 +146,10 @@ def compared(weights: dict[str, Tensor], batches: list[Tensor], options: list[st
                 apart[option, *key] += float((tensor - expected[key]).double().square().sum())
         if "triton" in everything:
             with torch.no_grad(), torch.autocast(rows.device.type, torch.bfloat16):
-                for layer in everything["triton"].layers:
+                for layer in layers_of(everything["triton"]):
                     layer.chosen = None
                 everything["triton"](rows)
-            own = [layer.selected for layer in everything["triton"].layers]
+            own = [layer.selected for layer in layers_of(everything["triton"])]
             others.append([_share_of_others(a, b) for a, b in zip(own, selections[-1], strict=True)])
     del everything, exact
     for option in [option for option in options if option != "triton"]:
@@ -144,7 +157,7 @@ def compared(weights: dict[str, Tensor], batches: list[Tensor], options: list[st
             model = decoder([option if one == number else "triton" for one in range(layers)], weights)
             with torch.no_grad(), torch.autocast(batches[0].device.type, torch.bfloat16):
                 for rows, chosen, loss in zip(batches, selections, exact_losses, strict=True):
-                    for layer, index in zip(model.layers, chosen, strict=True):
+                    for layer, index in zip(layers_of(model), chosen, strict=True):
                         layer.chosen = index
                     losses[option, number].append(float(model(rows)[0]) - loss)
     for (option, number, name), square in apart.items():
