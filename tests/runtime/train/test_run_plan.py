@@ -42,8 +42,6 @@ def test_a_dry_run_says_what_would_run():
     assert "fused_moe    auto" in text and "rms_norm     eager" in text
     assert "3 layers" in text and "not patchgen_flash_attention_4" in text, "why no faster attention runs is told"
     assert "memory of one rank (estimate)" in text
-    offloads = {"activation_checkpointing": "full", "offload_inputs": True}
-    assert "host memory for each rank: inputs of layers, per" in described(recipe_of(parallel=offloads), world=8)
 
 
 @pytest.mark.parametrize(
@@ -93,29 +91,6 @@ def test_a_dry_run_says_what_would_run():
             "bounds the rows of an all-to-all",
         ),
         ({"parallel": {"expert_capacity": 8}}, 2, "parallel.expert_capacity is set, but parallel.ep is 1"),
-        (
-            {"parallel": {"offload_inputs": True}},
-            1,
-            "parallel.activation_checkpointing is none, which keeps no input",
-        ),
-        (
-            {"parallel": {"offload_inputs": True, "activation_checkpointing": "full", "compile_layers": True}},
-            1,
-            "the graph of a compiled layer decides itself",
-        ),
-        (
-            {"parallel": {"offload_attention": True, "activation_checkpointing": "full"}},
-            1,
-            "needs parallel.offload_inputs: true and parallel.activation_checkpointing: full; found false",
-        ),
-        (
-            {
-                "parallel": {"activation_checkpointing": "full", "offload_inputs": True, "offload_attention": True},
-                "model": {"attention": "patchgen_flex_attention"},
-            },
-            1,
-            "the results of model.attention = patchgen_flex_attention cannot be kept",
-        ),
         ({"parallel": {"head_groups": 2}}, 2, "parallel.head_groups is set, but parallel.sp is 1"),
         ({"model": {"attention": "patchgen_flash_attention_4"}}, 1, "cannot run here: it needs a CUDA device"),
         ({"kernels": {"rms_norm": "quack"}}, 1, "kernels.rms_norm = 'quack' cannot run here"),
@@ -358,10 +333,10 @@ def test_a_dry_run_fetches_no_weights(monkeypatch):
 
 def test_logits_are_counted_where_the_loss_is_eager():
     counted, fused = (
-        described(recipe_of(kernels=kernels), world=8).partition("  loss ")[2].split()[0]
+        float(described(recipe_of(kernels=kernels), world=8).partition("\n  loss ")[2].split()[0])
         for kernels in ({"causal_lm_loss": "eager"}, {})
     )
-    assert float(counted) > float(fused)
+    assert counted > 1.5 * fused > 0, "of a fused loss those of a chunk, and the gradient of the head"
     assert [memory.has_fused_loss(chosen) for chosen in ({}, {"causal_lm_loss": "auto"})] == [False, True]
 
 
