@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import itertools
 import os
 import time
 from pathlib import Path
@@ -35,7 +36,9 @@ import torch.distributed as dist
 from bench_train import MODEL, TINY, config_of
 from packed_rows import packed_row
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
 
 from patchgen.runtime import attention, ops, parallel, registry, seams
 from patchgen.runtime.parallel import (
@@ -100,9 +103,8 @@ def _rate(tokens: int, device: str) -> tuple[float, float]:
         out.backward(out.detach())
         marks[2].record()
     torch.cuda.synchronize()
-    return tuple(
-        scale * work / (a.elapsed_time(b) / 1e3) for scale, a, b in zip((1, 2.5), marks, marks[1:], strict=False)
-    )
+    forward, backward = (a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))
+    return work / forward, 2.5 * work / backward
 
 
 def attention_errors(tokens: int, device: str) -> dict[str, float]:
@@ -119,20 +121,24 @@ def attention_errors(tokens: int, device: str) -> dict[str, float]:
     hidden = torch.arange(tokens, device=device)[None] > torch.arange(tokens - 64, tokens, device=device)[:, None]
     expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ wide[2]
     expected.backward(upstream[0, -1, last].float())
-    pairs = {"out": (out[0, -1, last], expected), "dq": (q.grad[0, -1, last], wide[0].grad)}
-    pairs |= {"dk": (k.grad[0, -1], wide[1].grad), "dv": (v.grad[0, -1], wide[2].grad)}
+    grads: list[Any] = [one.grad for one in (q, k, v, *wide)]
+    dq, dk, dv, *expected_grads = grads
+    found = (out[0, -1, last], dq[0, -1, last], dk[0, -1], dv[0, -1])
+    pairs = dict(zip(("out", "dq", "dk", "dv"), zip(found, (expected, *expected_grads), strict=True), strict=True))
     return {name: float((got.float() - want).norm() / want.norm()) for name, (got, want) in pairs.items()}
 
 
 # -------------------------------------------------------------------------------------------------- a case
 
 
-def build(sizes: dict, state: ParallelState, device: str, attention_name: str) -> nn.Module:
+def build(sizes: dict, state: ParallelState, device: str, attention_name: str) -> PreTrainedModel:
     with torch.device("meta"):
         model = registry.build_model(config_of(sizes), attn_implementation=attention_name).train()
     checkpointing.apply(model, "full")
-    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if device == "cuda" else {}
-    sharding.shard_model(model, state, options=sharding.ShardingOptions(**dtypes))
+    options = sharding.ShardingOptions()
+    if device == "cuda":
+        options = sharding.ShardingOptions(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    sharding.shard_model(model, state, options=options)
     sharding.materialise(model, device)
     for name, parameter in model.named_parameters():
         named_weights.place(named_weights.weight_of(name, parameter.shape, device), parameter)
@@ -191,7 +197,7 @@ def step(model: nn.Module, optimizer, inputs: dict, state: ParallelState) -> tup
 
 def _sample(gradient: Tensor) -> Tensor:
     """At most `SAMPLE` elements of this rank's part, spread evenly, fp32 on the host."""
-    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     return local.flatten()[:: max(1, local.numel() // SAMPLE)].float().cpu()
 
 
@@ -304,9 +310,9 @@ class Run:
         """Prints what the peak of a recorded step consists of, on rank 0."""
         sizes = peak_memory.account(record.trace, record.before)
         total = sum(sizes.values())
-        known = {"parameters": sum(p.to_local().nbytes for p in model.parameters())}
+        known = {"parameters": sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))}
         known["optimizer"] = sum(
-            v.to_local().nbytes if hasattr(v, "to_local") else v.nbytes
+            v.to_local().nbytes if isinstance(v, DTensor) else v.nbytes
             for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)
         )  # fmt: skip
         lines = [

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from bench_moe import Timed, versions
@@ -62,6 +63,7 @@ def parameters_of(
 
 def relative_error(stack: nn.Parameter) -> float:
     """Of one expert's gate, in bf16, from the polynomial of its singular values."""
+    assert stack.grad is not None
     gate = GATES.split(stack.grad[:1])[:1]
     u, values, vt = torch.linalg.svd(gate.double() / gate.double().norm(), full_matrices=False)
     first, third, fifth = COEFFICIENTS
@@ -82,7 +84,7 @@ def main() -> None:
     torch.manual_seed(0)
     gate_up, down, attention = parameters_of(options.layers, options.experts, options.width)
     everything = [*gate_up, *down, *attention]
-    settings = {"lr": 1e-4, "weight_decay": 0.1}
+    settings: Any = {"lr": 1e-4, "weight_decay": 0.1}
     halves = dict.fromkeys(gate_up, GATES)
     adamw = optimizers.adamw_for(attention[0])
     error = relative_error(gate_up[0])

@@ -38,7 +38,8 @@ def recorded() -> Iterator[Record]:
     try:
         yield record
         torch.cuda.synchronize()
-        record.trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        snapshot: Any = torch.cuda.memory._snapshot()  # its annotated type lacks keys
+        record.trace = snapshot["device_traces"][torch.cuda.current_device()]
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
 

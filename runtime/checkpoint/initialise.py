@@ -85,7 +85,6 @@ class _Zeros:
         """Zeros on the CPU with the shapes and dtypes of these; those of the last call are overwritten."""
         sizes = [-(-tensor.numel() * tensor.element_size() // 64) * 64 for tensor in tensors]
         if sum(sizes) > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8)  # freed first
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
         list(self._threads.map(Tensor.zero_, self._memory[: sum(sizes)].split(4 * PART)))
         parts = self._memory[: sum(sizes)].split(sizes)
@@ -108,7 +107,10 @@ class _PartDraws(TorchFunctionMode):
             method, names = _DRAWS[function]
             values = dict(zip(names, args, strict=False)) | kwargs
             tensor, generator = values.pop("tensor"), values.pop("generator", None)
-            if generator is None and tensor.device.type == "cpu" and tensor.numel() > PART and tensor.is_contiguous():
+            is_plain = (
+                type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" and tensor.is_contiguous()
+            )
+            if generator is None and is_plain and tensor.numel() > PART:
                 self._draw(tensor.detach().view(-1), method, values.get(names[1], 0.0), values.get(names[2], 1.0))
                 return tensor
         return function(*args, **kwargs)

@@ -191,8 +191,8 @@ def report_nonfinite(model: nn.Module, total: float, *, on_nonfinite: str, parts
     """
     name = first_nonfinite(model, parts)
     message = (
-        f"The gradient norm is {total}. The first parameter with a gradient that is not finite: "
-        f"{name or 'none (the norm itself overflowed)'}."
+        f"The gradient norm is {total}. The first parameter with a gradient that is not finite"
+        f"{'' if parts is None else ', or too large to be squared'}: {name or 'none (the norm itself overflowed)'}."
     )
     if on_nonfinite == "stop":
         raise NonFiniteGradient(f"{message} The step was not taken.")

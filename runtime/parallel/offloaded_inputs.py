@@ -121,7 +121,8 @@ class Transfers:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             _copy(values, pieces, to_host=True)
-            self._leaving.append((values, stream.record_event()))
+            (event := torch.cuda.Event()).record(stream)
+            self._leaving.append((values, event))
         return pieces
 
     def free_sent(self) -> None:
@@ -140,7 +141,8 @@ class Transfers:
         stream.wait_stream(torch.cuda.current_stream(values.device))  # for the former use of this memory
         with torch.cuda.stream(stream):
             _copy(values, pieces, to_host=False)
-            return stream.record_event()
+            (event := torch.cuda.Event()).record(stream)
+            return event
 
     def give_back(self, pieces: Sequence[Tensor], pinned: bool) -> None:
         """Takes pieces back. Copies out of them may be under way: those into them are queued behind on the same stream."""
@@ -215,8 +217,9 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 def _travels(hidden: object) -> bool:
     """Whether a layer's first argument goes to the host: a plain tensor of hidden states that have a gradient."""
-    is_plain = isinstance(hidden, Tensor) and type(hidden) is Tensor
-    return is_plain and hidden.is_floating_point() and hidden.requires_grad
+    if not isinstance(hidden, Tensor) or type(hidden) is not Tensor:
+        return False
+    return hidden.is_floating_point() and hidden.requires_grad
 
 
 def _run_layer(run_layer: Callable, *args: Any, transfers: Transfers, keeps_attention: bool, **options: Any) -> Any:

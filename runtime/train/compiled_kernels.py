@@ -12,9 +12,16 @@ with gradients and without, and by a few lengths of rows."""
 
 
 def keep() -> None:
-    """Lets compiled kernels outlast the machine's temporary files, where torch keeps them, unless the user named a place; Triton
-    keeps its own in the home folder anyway. For this process and those that it starts."""
-    os.environ.setdefault(CACHE, str(Path.home() / ".cache" / "patchgen" / "compiled"))
+    """Lets compiled kernels outlast the machine's temporary files, where torch keeps them, unless the user named a place or
+    there is no home folder that can be written. For this process and those that it starts."""
+    if CACHE in os.environ:
+        return
+    try:
+        folder = Path.home() / ".cache" / "patchgen" / "compiled"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home folder, or none to write to: torch's own place serves this run
+        return
+    os.environ[CACHE] = str(folder)
 
 
 def allow_many_shapes() -> None:

@@ -313,7 +313,11 @@ def _loss(model: PreTrainedModel, recipe: Recipe, tokens: int, chosen: Mapping[s
     if not has_fused_loss(chosen):
         return tokens * vocab_size * 8
     is_trained = head is not None and head.weight.requires_grad and recipe.lora is None
-    kept = head.weight.numel() * 4 if is_trained and chosen["causal_lm_loss"] in ("auto", "linear") else 0
+    kept = (
+        head.weight.numel() * 4
+        if head is not None and is_trained and chosen["causal_lm_loss"] in ("auto", "linear")
+        else 0
+    )
     return kept + min(tokens, tokens_per_chunk(tokens, vocab_size)) * vocab_size * itemsize
 
 

@@ -161,10 +161,11 @@ class Muon(torch.optim.Optimizer):
 
     def _with_momentum(self, parameter: nn.Parameter, momentum: float) -> Tensor:
         """This rank's part of a gradient with Nesterov's momentum, `[matrices, rows, columns]` in bf16."""
-        state = self.state[parameter]
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None, "`step` takes no others"
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter.grad, memory_format=torch.preserve_format)
-        gradient, buffer = _local(parameter.grad), _local(state["momentum_buffer"])
+            state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+        gradient, buffer = _local(gradient), _local(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - momentum)
         update = gradient.lerp(buffer, momentum).bfloat16()
         if isinstance(parameter, DTensor):  # parameters in host memory are computed where their ranks compute

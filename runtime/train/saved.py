@@ -82,11 +82,11 @@ class Widths:
             if stacked and not isinstance(module, nn.Linear):
                 of_experts += max(parameter.shape[1:].numel() // self.hidden for parameter in stacked)
             elif (
-                isinstance(getattr(module, "weight", None), nn.Parameter)
-                and module.weight.ndim == 2
+                isinstance(weight := getattr(module, "weight", None), nn.Parameter)
+                and weight.ndim == 2
                 and not isinstance(module, nn.Linear | nn.Embedding)
             ):  # a router that is not a linear layer
-                total += sum(module.weight.shape) * self.itemsize
+                total += sum(weight.shape) * self.itemsize
         self.working.append(0)
         if of_experts:
             total += self._of_experts(of_experts)

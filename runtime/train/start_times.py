@@ -23,9 +23,9 @@ def process_started() -> float:
     """When this process started, in seconds since the epoch; now, where the system does not say."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        uptime = time.clock_gettime(time.CLOCK_BOOTTIME)
         return time.time() - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, IndexError, AttributeError):
         return time.time()
 
 
