@@ -37,7 +37,7 @@ def finish(trainer: Trainer, reason: str) -> Summary:
         if folder is None:
             if exported != trainer.step and trainer.checkpoints is not None:
                 trainer.checkpoints.load_weights(exported)
-            folder = _export(trainer)
+            folder = export(trainer)
         elif dist.get_rank() == 0:
             print(f"Nothing to export: {folder} has the model of step {exported}.", flush=True)
     summary = Summary(
@@ -57,7 +57,7 @@ def finish(trainer: Trainer, reason: str) -> Summary:
     return summary
 
 
-def _export(trainer: Trainer) -> Path:
+def export(trainer: Trainer) -> Path:
     """Writes the model, or its adapters (collective)."""
     if trainer.adapted is None or trainer.recipe.lora is None:  # both are None or neither
         return setup.export(trainer.recipe, trainer.model, trainer.parts)

@@ -105,13 +105,21 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:
-    """K of a config, found by the meaning of its fields."""
+    """K of a config; ValueError if it has none."""
+    found = find_experts_per_token(config)
+    if found is None:
+        raise ValueError(f"{type(config).__name__} does not say how many experts a token gets.")
+    return found
+
+
+def find_experts_per_token(config: PreTrainedConfig) -> int | None:
+    """K of a config, found by the meaning of its fields; None: it has no such field."""
     common_names = {field: common for common, field in config.attribute_map.items()}
     for name, value in config.to_dict().items():
         rule = rule_for(common_names.get(name, name), name) if isinstance(value, int) else None
         if rule is not None and rule.meaning == "experts per token":
             return value
-    raise ValueError(f"{type(config).__name__} does not say how many experts a token gets.")
+    return None
 
 
 def _attention_layers(model: PreTrainedModel) -> Iterable[tuple[int, int | None]]:

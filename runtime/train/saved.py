@@ -20,7 +20,7 @@ from torch import nn
 from patchgen.runtime import seams
 from patchgen.runtime.parallel import ParallelConfig, expert_peers, peer_memory
 from patchgen.runtime.train import lora_targets
-from patchgen.runtime.train.flops import experts_per_token
+from patchgen.runtime.train.flops import find_experts_per_token
 from patchgen.runtime.train.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Widths:
         device_type: str,
     ) -> None:
         text = model.config.get_text_config()
-        self.hidden, self.per_token = text.hidden_size, experts_per_token(text)
+        self.hidden, self.per_token = text.hidden_size, find_experts_per_token(text) or 0
         self.layout, self.itemsize = layout, itemsize
         self.is_fused = {name: chosen.get(name, seams.EAGER) != seams.EAGER for name in seams.names()}
         self.has_peers = exchanges_through_peers(recipe, layout, device_type)
@@ -88,7 +88,7 @@ class Widths:
             ):  # a router that is not a linear layer
                 total += sum(weight.shape) * self.itemsize
         self.working.append(0)
-        if of_experts:
+        if of_experts and self.per_token:  # else stacks of convolutions
             total += self._of_experts(of_experts)
         return total
 

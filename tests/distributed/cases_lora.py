@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import cases_models
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from patchgen.runtime import parallel
 from patchgen.runtime.parallel import ParallelConfig, loss, sharding
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import expert_lora, lora
+from patchgen.runtime.train import ending, expert_lora, lora
 from patchgen.runtime.train.recipe import LoraConfig, from_dict
 from patchgen.runtime.train.trainer import Trainer
 
@@ -43,17 +44,17 @@ def train(values: dict, start: str | None = None) -> dict:
     trainer.update = measured
     adapters = sum(size(p) for name, p in trainer.model.named_parameters() if "lora_" in name)
     logits: dict[str, torch.Tensor] = {}
-    export = trainer.export
+    export = ending.export
 
-    def probed() -> Path:
+    def probed(trainer: Trainer) -> Path:
         with torch.no_grad(), parallel.using(trainer.state):
             logits["logits"] = probe(trainer)
             with trainer.adapted.disable_adapter():
                 logits["off"] = probe(trainer)
-        return export()
+        return export(trainer)
 
-    trainer.export = probed  # before the adapters are merged
-    trainer.run()
+    with mock.patch.object(ending, "export", probed):  # before the adapters are merged
+        trainer.run()
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     held |= {"adapters": adapters, "optimizer": sum(size(value) for value in states if value.ndim)}
     return {"losses": [record.loss for record in kept.steps], "held": held, **logits}

@@ -8,8 +8,10 @@ import pytest
 import torch
 from small_recipe import SMALL, recipe_of
 
+from patchgen.runtime import registry
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.train import memory, model, optimizers
+from patchgen.runtime.verify.small_config import small_config
 
 FUSED = {"causal_lm_loss": "auto", "fused_moe": "auto"}
 GIB = 2**30
@@ -188,3 +190,15 @@ def test_the_total_is_what_a_run_showed(gib, world, layers, tokens, parallel, lo
     built = model.build_on_meta(recipe)
     found = memory.estimate(built, recipe, layout, torch.bfloat16, chosen, device_type="cuda")
     assert found.total / GIB == pytest.approx(gib, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_models_without_experts_have_an_estimate(name):
+    """A dense one, and one whose convolutions have three dimensions, as stacks of experts have."""
+    recipe = recipe_of()
+    with torch.device("meta"):
+        generated = registry.find_model(name)
+        head = getattr(generated.load(), generated.heads[0])
+        built = head._from_config(small_config(head.config_class).config)
+    found = memory.estimate(built, recipe, ParallelConfig(), torch.bfloat16, FUSED)
+    assert found.activations > 0 and found.total > found.parameters + found.gradients + found.optimizer
