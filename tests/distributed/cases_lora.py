@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import cases_models
@@ -15,6 +16,7 @@ from patchgen.runtime import parallel
 from patchgen.runtime.parallel import ParallelConfig, loss, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import ending, expert_lora, lora
+from patchgen.runtime.train.launched import LaunchedStep
 from patchgen.runtime.train.recipe import LoraConfig, from_dict
 from patchgen.runtime.train.trainer import Trainer
 
@@ -35,13 +37,13 @@ def train(values: dict, start: str | None = None) -> dict:
     if start is not None:
         lora.save(trainer.adapted, Path(start))
     held: dict[str, int] = {}
-    update = trainer.update
+    launch_step = trainer.launch_step
 
-    def measured() -> tuple[float, float]:
+    def measured(*step: Any) -> LaunchedStep:
         held["gradients"] = sum(size(p.grad) for p in trainer.model.parameters() if p.grad is not None)
-        return update()
+        return launch_step(*step)
 
-    trainer.update = measured
+    trainer.launch_step = measured
     adapters = sum(size(p) for name, p in trainer.model.named_parameters() if "lora_" in name)
     logits: dict[str, torch.Tensor] = {}
     export = ending.export
