@@ -104,8 +104,8 @@ def test_ranks_end_with_a_killed_launcher(moment, trainer_folder, tmp_path):
     while any(is_running(rank) for rank in ranks):
         assert time.monotonic() < deadline, f"some of {ranks} outlived their launcher"
         time.sleep(0.05)
+    process.communicate(timeout=10)  # nobody holds its output any more, and with it the lock
     run_lock.require_free(tmp_path / "run")
-    process.communicate(timeout=10)  # nobody holds its output any more
 
 
 def wait_for_ranks(process: subprocess.Popen, number: int) -> list[int]:
