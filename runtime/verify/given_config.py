@@ -6,8 +6,8 @@
     {"config": {...}, "set": {"num_key_value_heads": 4, "text_config": {"hidden_size": 96}}}
 
 `config` is the content of a `config.json`, which is made small as the config of a run is (`shrink.py`); without it the small
-config is derived from the defaults of the class. The values of `set` stay as they are. Every small form of the model follows the
-file: those of `verify`, in one process and on ranks, and those of the proof before a run.
+config is derived from the defaults of the class. The values of `set` stay as they are in what `verify` compares, in one process and
+on ranks. The small form of a run's config takes their sizes alone: its options are the run's own.
 """
 
 from __future__ import annotations
