@@ -103,7 +103,7 @@ def _heads(model: nn.Module, name: str) -> int:
     attention = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
     linear = [child for child in attention.children() if isinstance(child, nn.Linear)]
     head_dim, rows = getattr(attention, "head_dim", None), model.get_parameter(name).shape[0]
-    if type(head_dim) is not int or head_dim <= 0 or rows % head_dim or layer is linear[-1]:
+    if type(head_dim) is not int or head_dim <= 0 or rows % head_dim or layer in linear[-1:]:
         return 0
     return rows // head_dim
 
