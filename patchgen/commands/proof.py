@@ -68,9 +68,6 @@ def _keep_given_values(
         raise ConfigError(
             f"--config and --set are for files of your own, and '{subject.name}' is upstream's. To fix: leave them out."
         )
-    for setting in settings:
-        if not all(part.isidentifier() for part in setting.partition("=")[0].split(".")):
-            raise ConfigError(f"--set {setting}: expected field=value, as in --set num_key_value_heads=4.")
     with _refusals_of(subject), file_errors.told(subject, head):
         config_class = getattr(subject.upstream(), head or subject.heads[0]).config_class
     path = subject.directory / given_config.FILE_NAME

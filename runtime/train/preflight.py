@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -142,7 +142,7 @@ def _refusal_on_ranks(recipe: Recipe, attention_name: Names, *, shares_sequence:
     head, config = _head_and_config(recipe)
     attention_name = cpu_attention(attention_name, attention_choice.kinds_of(head, config), config)
     attention.register()
-    small = _shrunk_config(head, config, sizes_given(given_config.of_class(head), config))
+    small = _shrunk_config(head, config, given_config.of_class(head))
     model = head._from_config(small, attn_implementation=attention_name, dtype=torch.float32)
     return refusal_on_ranks(model, shares_sequence=shares_sequence)
 
@@ -260,7 +260,7 @@ def _decide(
             observed = _with_effect(from_records(training.get("observed", ())))
             decision = Preflight(type_verdict.status, "", "", training["separates_documents"], facts=observed)
             return decision, report.read_kinds(training)
-    small = _shrunk_config(upstream_class or head, config, sizes_given(given, config))
+    small = _shrunk_config(upstream_class or head, config, given)
     proof = prove_training_path(
         upstream_class,
         head,
@@ -291,7 +291,7 @@ def with_modalities(decision: Preflight, head: type[PreTrainedModel], config: Pr
     pairs = modalities.separate_pairs(
         reference,
         head,
-        _shrunk_config(reference, config, sizes_given(given_config.of_class(head), config)),
+        _shrunk_config(reference, config, given_config.of_class(head)),
         attention_name=decision.attention,
         separates_documents=decision.separates_documents,
     )
@@ -329,33 +329,9 @@ def _has_current_attention(recorded: TrainingRecord, small: SmallConfig) -> bool
 def _is_default(config: PreTrainedConfig, given: GivenConfig) -> bool:
     """Whether a config shrinks to the one that its type was proven with."""
     try:
-        return (
-            sizes_given(given, config).shrink(config).config.to_dict()
-            == given.small_config(type(config)).config.to_dict()
-        )
+        return given.shrink(config).config.to_dict() == given.small_config(type(config)).config.to_dict()
     except SmallConfigError:  # told by `_shrunk_config`
         return False
-
-
-def sizes_given(given: GivenConfig, config: PreTrainedConfig) -> GivenConfig:
-    """Of the values given for a model's small config those that a run's small form may take: whole numbers, and lists of them, in
-    place of such. Any other would be an option that the run does not have, and its proof would be that of another model."""
-    return replace(given, exact=_numbers(given.exact, config))
-
-
-def _numbers(values: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
-    for name, value in values.items():
-        own = getattr(config, name, None)
-        if isinstance(value, Mapping):
-            kept[name] = _numbers(value, own) if name in config.sub_configs and own is not None else {}
-        elif _is_whole(value) and _is_whole(own):
-            kept[name] = value
-    return {name: value for name, value in kept.items() if value != {}}
-
-
-def _is_whole(value: object) -> bool:
-    return type(value) is int or (isinstance(value, list) and bool(value) and all(type(item) is int for item in value))
 
 
 def _shrunk_config(

@@ -45,8 +45,9 @@ class GivenConfig:
         Raises:
             SmallConfigError: the class refuses them.
         """
+        exact = copy.deepcopy(dict(self.exact))  # some classes fill dictionaries in that they are given
         if not self.config:
-            return small_config(config_class, variant=variant, exact=self.exact)
+            return small_config(config_class, variant=variant, exact=exact)
         named = self.config.get("model_type", config_class.model_type)
         try:
             if named != config_class.model_type:
@@ -54,11 +55,28 @@ class GivenConfig:
             config = config_class.from_dict(without_quantisation(copy.deepcopy(dict(self.config))))
         except REFUSALS as error:
             raise SmallConfigError(config_class, self.config, error) from error
-        return shrink.shrink(config, VARIANTS[variant], exact=self.exact)
+        return shrink.shrink(config, VARIANTS[variant], exact=exact)
 
     def shrink(self, config: PreTrainedConfig) -> SmallConfig:
-        """The small form of a run's config, as `shrink.shrink`, with the values of `exact`."""
-        return shrink.shrink(config, exact=self.exact)
+        """The small form of a run's config, as `shrink.shrink`, with the sizes among the values of `exact`: whole numbers, and
+        lists of them, in place of such. Any other value would be an option that the run does not have."""
+        return shrink.shrink(config, exact=_sizes(self.exact, config))
+
+
+def _sizes(values: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        own = getattr(config, name, None)
+        if name in config.sub_configs:
+            if own is not None:
+                kept[name] = _sizes(value, own)
+        elif _is_size(value) and _is_size(own):
+            kept[name] = copy.copy(value)
+    return kept
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int or (isinstance(value, list) and bool(value) and all(type(item) is int for item in value))
 
 
 def read(directory: Path) -> GivenConfig:
@@ -66,9 +84,16 @@ def read(directory: Path) -> GivenConfig:
     path = directory / FILE_NAME
     if not path.is_file():
         return GivenConfig()
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or not {*content} <= {"config", "set"}:
-        raise ValueError(f'{path}: expected {{"config": {{...}}, "set": {{...}}}}, found {str(content)[:200]}.')
+    text = path.read_text(encoding="utf-8")
+    try:
+        content = json.loads(text)
+    except ValueError:
+        content = None
+    is_known = isinstance(content, dict) and {*content} <= {"config", "set"}
+    if not is_known or not all(isinstance(values, dict) for values in content.values()):
+        raise ValueError(
+            f'{path}: expected {{"config": {{...}}, "set": {{...}}}}, found {text.strip()[:200]}. To fix: delete it.'
+        )
     return GivenConfig(content.get("config", {}), content.get("set", {}))
 
 
@@ -98,7 +123,7 @@ def write(directory: Path, config: Path | None, settings: Sequence[str]) -> Path
         content["config"] = values
     for setting in settings:
         name, separator, value = setting.partition("=")
-        if not separator or not name:
+        if not separator or not all(part.isidentifier() for part in name.split(".")):
             raise ValueError(f"--set {setting}: expected field=value, as in --set num_key_value_heads=4.")
         place = content.setdefault("set", {})
         *parts, last = name.split(".")

@@ -28,6 +28,7 @@ PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.modeling_utils"]
 COLLECTIVE_TIMEOUT = 90.0
 OUT_OF_TIME = "Timed out waiting"  # in the error of a collective of gloo; the others are of ranks whose peer gave up
 _FRAME = re.compile(r'  File "(.*)", line (\d+), in ')
+_HEADINGS = ("rank ", "ranks ", "Traceback", "During handling of", "The above exception was")
 WAITED = (OUT_OF_TIME, "Connection closed by peer", "Connection reset", "Application timeout caused pair closure")
 
 
@@ -52,16 +53,16 @@ class CaseFailed(AssertionError):
     def first_error(self) -> str:
         """The first line of the first exception with the line of code below which it was raised, if possible not of a rank that
         only waited for another; or which ranks did not end. At most 200 characters, and the place."""
-        found: list[str] = []
-        place, skipped = "", ("rank ", "ranks ", "Traceback")
+        found: list[tuple[bool, str]] = []
+        place = ""
         for line in str(self).splitlines():
-            if (frame := _FRAME.match(line)) and "site-packages" not in line:
-                place = f" ({Path(frame[1]).name} line {frame[2]})"
-            elif line and not line.startswith((" ", *skipped)):
-                found.append(line[:200] + place)
+            if frame := _FRAME.match(line):
+                is_library = any(folder in line for folder in ("site-packages", "/lib/python"))
+                place = place if is_library else f" ({Path(frame[1]).name} line {frame[2]})"
+            elif line and not line.startswith((" ", *_HEADINGS)):
+                found.append((any(waited in line for waited in WAITED), line[:200] + place))
                 place = ""
-        found.sort(key=lambda line: any(waited in line for waited in WAITED))
-        return found[0] if found else str(self).strip()[:200]
+        return min(found, key=lambda one: one[0])[1] if found else str(self).strip()[:200]
 
 
 class RankPool:

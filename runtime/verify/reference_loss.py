@@ -103,9 +103,11 @@ def reset_rope_deltas(model: nn.Module) -> None:
 @contextlib.contextmanager
 def _recorded_router_loss(model: nn.Module, functions: Sequence[str]) -> Iterator[RouterLossCall]:
     """Within the block the router loss of upstream's module returns zero and records its call. The forward of a class may be
-    inherited, and then its function is one of its parent's module."""
+    inherited, and then its function is one of its parent's module; a name that the file binds to another function has the module's
+    as an ending in the generated file (`load_balancing_loss_func_of_qwen3_moe`), not there."""
     call = RouterLossCall(torch.zeros((), requires_grad=True))
     modules = dict.fromkeys(sys.modules[cls.__module__] for cls in type(model).__mro__)
+    functions = list(dict.fromkeys([*functions, *(name.partition("_of_")[0] for name in functions)]))
     with contextlib.ExitStack() as replaced:
         for module, name in itertools.product(modules, functions):
             if inspect.isfunction(original := getattr(module, name, None)):

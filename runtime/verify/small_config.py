@@ -233,11 +233,19 @@ def _require_fields(config_class: type[PreTrainedConfig], exact: Mapping[str, An
                 raise SmallConfigError(
                     config_class, exact, ValueError(f"{name} is a config of its own: set {name}.FIELD")
                 )
+        elif name not in known and (part := _part_with(config_class, name)):
+            raise SmallConfigError(config_class, exact, ValueError(f"{name} is a field of {part}: set {part}.{name}"))
         elif name not in known and not re.search(rf"config\.{name}\b|\"{name}\"", modeling_source(config_class)):
             near = difflib.get_close_matches(name, sorted(known), n=3)
             raise SmallConfigError(
                 config_class, exact, ValueError(f"there is no field {name}; near it: {', '.join(near)}")
             )
+
+
+def _part_with(config_class: type[PreTrainedConfig], name: str) -> str:
+    """The sub-config that has a field; "" if there is none."""
+    parts = _sub_configs(config_class)
+    return next((key for key, (part, _) in parts.items() if name in {field.name for field in _fields(part)}), "")
 
 
 def _own_values(

@@ -246,7 +246,12 @@ def _training_path(
 def _variants(upstream_class: type, given: GivenConfig) -> tuple[str, ...]:
     if head_kinds.kind_of(upstream_class.__name__) is not None:
         return (BASE,)  # the others concern the base model, which the proof of its language model covers
-    variants = applicable_variants(given.small_config(upstream_class.config_class).config)
+    base = given.small_config(upstream_class.config_class).config
+    variants = applicable_variants(base)
+    if given.exact:  # which may hold what a variant would change
+        same = base.to_dict()
+        others = [one for one in variants[1:] if given.small_config(type(base), variant=one).config.to_dict() != same]
+        variants = (BASE, *others)
     if upstream_class.supports_gradient_checkpointing:
         variants = (*variants, CHECKPOINTING)
     return (*variants, EVALUATION) if takes_media(upstream_class) else variants

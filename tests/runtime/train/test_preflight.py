@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import CONFIG_MAPPING, BartForConditionalGeneration, LlamaConfig, LlamaForCausalLM
+from transformers import BartForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 
 from patchgen import pipeline, provenance, upstream
 from patchgen.commands import training
@@ -236,23 +236,6 @@ def test_a_padding_token_without_a_row_is_refused_in_one_sentence(home, tmp_path
     recipe = from_dict(recipe_of("llama", tmp_path / "run", overrides={"vocab_size": 100, "pad_token_id": 100}))
     with pytest.raises(RecipeError, match="'llama': pad_token_id = 100 has no row in the embeddings: .* 100 tokens"):
         preflight.decide_trainable(recipe)
-
-
-def test_given_values_leave_the_options_of_a_run_alone():
-    """Sizes follow them; a norm of weights, a window or an activation that only the small config has would prove another model."""
-    given = GivenConfig(exact={"norm_topk_prob": True, "hidden_act": "gelu", "sliding_window": 8, "hidden_size": 96})
-    run = CONFIG_MAPPING["qwen3_moe"](norm_topk_prob=False, sliding_window=None)
-    small = preflight.sizes_given(given, run).shrink(run).config
-    assert (small.norm_topk_prob, small.hidden_act, small.sliding_window, small.hidden_size) == (
-        False,
-        "silu",
-        None,
-        96,
-    )
-    given = GivenConfig(exact={"text_config": {"hidden_act": "gelu", "num_attention_heads": 6}})
-    run = CONFIG_MAPPING["qwen3_vl_moe"]()
-    small = preflight.sizes_given(given, run).shrink(run).config.text_config
-    assert (small.hidden_act, small.num_attention_heads) == ("silu", 6)
 
 
 def test_without_a_small_form_each_layer_is_taken_to_need_every_feature():
