@@ -1,6 +1,7 @@
-"""Hand-written attention under sequence parallelism: each rank computes it on the full sequence and keeps its slice.
+"""Attention that heads cannot divide, under sequence parallelism: each rank computes it on the full sequence and keeps its slice.
 
-Such code has no point at which heads could be exchanged for tokens. So its inputs are gathered and its output is sliced:
+Hand-written attention has no point at which heads could be exchanged for tokens. Attention that selects its keys (an indexer
+scores them, from the mask as a tensor) sees other keys in each row of each head. So inputs are gathered and the output is sliced:
 
     hidden states (B, s, H)   gather   (B, S, H)   the model's code, the full mask   (B, S, H)   slice   (B, s, H)
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from patchgen.runtime import parallel
 from patchgen.runtime.attention_masks import MaskStructure
 from patchgen.runtime.parallel.collectives import gather_rows
+from patchgen.runtime.parallel.media import set_replicated
 from patchgen.runtime.parallel.state import ParallelState
 
 MASK = "attention_mask"
@@ -38,11 +40,27 @@ def prepare(model: nn.Module, arguments: object = None) -> None:
     if state is None or state.sp == 1 or getattr(model, _PREPARED, False):
         return
     setattr(model, _PREPARED, True)
+    selecting = {type(module) for module in model.modules() if _selects_keys(module)}
     for parent in model.modules():
         for module in parent.children():
-            if not hasattr(module, _PREPARED) and _is_hand_written(module, parent):
+            selects = type(module) in selecting  # layers without an indexer take the keys of the layer before
+            if not hasattr(module, _PREPARED) and (selects or _is_hand_written(module, parent)):
                 setattr(module, _PREPARED, True)
+                set_replicated(module, replicated=True)  # transformers' table gets full queries and keys
                 module.forward = partial(_run_on_full_sequence, module.forward, tuple(_parameters(module)))
+
+
+def _selects_keys(module: nn.Module) -> bool:
+    """Whether an attention has a module that is given the mask and attends to nothing: the indexer of its keys."""
+    names = _parameters(module)
+    if (
+        not names
+        or next(iter(names)) not in SEQUENCE_DIMS
+        or MASK not in names
+        or not _uses_attention_table(type(module))
+    ):
+        return False
+    return any(MASK in _parameters(child) and not _uses_attention_table(type(child)) for child in module.children())
 
 
 def _is_hand_written(module: nn.Module, parent: nn.Module) -> bool:
@@ -84,9 +102,13 @@ def _run_on_full_sequence(forward: Callable, names: tuple[str, ...], *args: Any,
     """Calls an attention's forward: on the full sequence if its mask covers a slice and all its tensors can be gathered."""
     arguments = dict(zip(names, args, strict=False)) | kwargs
     mask = arguments.get(MASK)
-    unknown = [n for n in names if n not in SEQUENCE_DIMS and isinstance(arguments.get(n), Tensor)]
-    if not isinstance(mask, MaskStructure) or mask.definition.state is None or unknown:
+    if not isinstance(mask, MaskStructure) or mask.definition.state is None:
         return forward(*args, **kwargs)  # on a slice, the mask itself raises an error
+    full = mask.shape[2] * mask.definition.state.sp
+    tensors = {n: arguments[n] for n in names if n not in SEQUENCE_DIMS and isinstance(arguments.get(n), Tensor)}
+    # A tensor of the full length is of such an attention, in a layer before.
+    if any(tensor.ndim < 2 or tensor.shape[1] != full for tensor in tensors.values()):
+        return forward(*args, **kwargs)
     state = mask.definition.state
     gathered = {
         name: _gather(arguments[name], dim, state)

@@ -35,7 +35,7 @@ FAST = (
     ("nemotron_h", {"sp": 2}),
     ("qwen3_vl", {"sp": 2}),
 )  # of infinite numbers, and of rows with images in the check
-NO_SLICES = {"deepseek_v4": "parallel.sp: 1", "glm_moe_dsa": "sp=1"}
+NO_SLICES = {"deepseek_v4": "parallel.sp: 1"}
 """Models that a run refuses on slices, and what it advises."""
 CASES = [
     pytest.param(

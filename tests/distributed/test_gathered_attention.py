@@ -1,7 +1,10 @@
-"""Hand-written attention, computed on gathered sequences by ranks that share one."""
+"""Attention that heads cannot divide, computed on gathered sequences by ranks that share one."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -17,6 +20,21 @@ def test_attention_written_by_hand_agrees_with_upstream_on_one_rank(two_ranks, t
     provenance.write(pipeline.generate(upstream.load("gpt_neo")), folder)
     row, _ = two_ranks.run(compare, folder, "GPTNeoForCausalLM", TWO_RANKS["sp2"])
     assert row.get("reason", "") == "" and row["packed_gradients"] < 1e-4, row
+
+
+GENERATED = Path(__file__).parents[2] / "generated_models"
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_attention_that_selects_its_keys_agrees_with_upstream_on_one_rank(two_ranks, tmp_path, name):
+    """An indexer in each layer, and layers that take the keys of the layer before."""
+    folder = GENERATED / name
+    if not folder.is_dir():
+        folder = tmp_path / name
+        provenance.write(pipeline.generate(upstream.load(name)), folder)
+    head = {"deepseek_v32": "DeepseekV32ForCausalLM", "glm_moe_dsa": "GlmMoeDsaForCausalLM"}[name]
+    row, _ = two_ranks.run(compare, folder, head, TWO_RANKS["sp2"])
+    assert row.get("reason", "") == "" and max(row["gradients"], row["packed_gradients"]) < 1e-4, row
 
 
 def test_what_a_run_would_refuse_at_its_start_is_not_proven_on_ranks(two_ranks, tmp_path):
@@ -47,7 +65,8 @@ class Attention(nn.Module):
 
 
 def test_an_indexer_of_an_attention_is_no_attention_of_its_own():
-    """What it gives is a mask, of which no slice of tokens is cut: the mask that it reads refuses."""
+    """What it gives is a mask, of which no slice of tokens is cut: the attention around it gets the full sequence."""
     attention = Attention()
     assert not gathered_attention._is_hand_written(attention.indexer, attention)
     assert gathered_attention._is_hand_written(attention.indexer, nn.ModuleList([attention.indexer]))
+    assert gathered_attention._selects_keys(attention) and not gathered_attention._selects_keys(attention.indexer)
