@@ -124,7 +124,7 @@ def accept_names() -> None:
                 f"attn_implementation='{attn_implementation}' cannot run here: {reason}. Usable: {', '.join(usable)}."
             )
         model_calls.note_calls(self)
-        self.register_forward_pre_hook(gathered_attention.prepare)
+        gathered_attention.prepare(self)
         return _register_attention_class(type(self), attn_implementation)
 
     vars(check)["knows_patchgen"] = True

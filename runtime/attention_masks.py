@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from patchgen.runtime import mask_functions, model_calls, parallel
+from patchgen.runtime.document_rows import DocumentRows
 from patchgen.runtime.parallel import collectives
 from patchgen.runtime.parallel.media import inside_replicated
 from patchgen.runtime.parallel.state import ParallelState
@@ -138,6 +139,24 @@ class MaskStructure:
     def gathered(self) -> MaskStructure:
         """This mask for code that gets the full sequence; shared by all layers."""
         return self._cached("gathered", None, lambda: replace(self, definition=self.definition.gathered(), _built={}))
+
+    def in_rows(self, rows: DocumentRows) -> MaskStructure:
+        """This mask for code that gets each document in its own row, `(D, L)`, with padding after the tokens.
+
+        Raises:
+            UnsupportedError: it looks up what a token is (of which image, ...).
+        """
+        full = self.definition.gathered()
+        if mask_functions.looks_up(full.function):
+            raise UnsupportedError(
+                f"{_calling_module()} gets each document in its own row, but its mask looks up values of packed rows. Train this "
+                "model with sp=1."
+            )
+        D, L = rows.is_token.shape
+        sizes = {"batch_size": D, "q_length": L, "kv_length": L, "attention_mask": None}
+        definition = replace(full, arguments={**full.arguments, **sizes}, padding=None)
+        plain: dict[str, Any] = {"is_packed": False, "document": None, "cu_seq_lens": None, "padding": None}
+        return self._cached("rows", rows.is_token, lambda: replace(self, definition=definition, _built={}, **plain))
 
     def _cached(self, kind: object, bounds: Tensor | None, build: Callable[[], Any]) -> Any:
         cached = self._built.get(kind)

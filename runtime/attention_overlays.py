@@ -20,12 +20,13 @@ from patchgen.runtime.attention_masks import MaskStructure, UnsupportedError
 from patchgen.runtime.mask_functions import document_of
 
 SELECTED, BLOCKS, BIAS = "indices", "block_indices", "position_bias"
+OVERLAYS = (SELECTED, BLOCKS, BIAS)
 BLOCK_MASK_METHOD = "build_block_mask"
 
 
 def overlay_arguments(arguments: Mapping[str, Any]) -> Collection[str]:
     """The arguments of an attention call that are overlays on its mask."""
-    return [name for name in (SELECTED, BLOCKS, BIAS) if arguments.get(name) is not None]
+    return [name for name in OVERLAYS if arguments.get(name) is not None]
 
 
 def overlay_mask(

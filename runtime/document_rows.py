@@ -69,6 +69,15 @@ class DocumentRows:
             unpacked["real_tokens"] = self.is_token
         return unpacked
 
+    def unpack_field(self, name: str, value: Tensor) -> Tensor:
+        """A field of a batch `(B or 1, S)` or `(..., B or 1, S)` with one document per row."""
+        return self._unpack(batch_fields.rule_of(name, {name: value}), value)
+
+    def unpack_states(self, states: Tensor) -> Tensor:
+        """`(B or 1, S, ...)` with one document per row, `(D, L, ...)`; padding repeats the first token."""
+        states = states.expand(*self.shape, *states.shape[2:])
+        return states.flatten(0, 1)[self.source_index]
+
     def _unpack(self, rule: FieldRule, value: Any) -> Any:
         if rule.pad_scale != 1 or not isinstance(value, Tensor):
             return value

@@ -1,57 +1,119 @@
 """Attention that heads cannot divide, under sequence parallelism: each rank computes it on the full sequence and keeps its slice.
 
 Hand-written attention has no point at which heads could be exchanged for tokens. Attention that selects its keys (an indexer
-scores them, from the mask as a tensor) sees other keys in each row of each head. So inputs are gathered and the output is sliced:
+scores them, from the mask as a tensor) sees other keys in each row of each head. And what takes no document bounds gets each
+document in its own row. So inputs are gathered and the output is sliced:
 
     hidden states (B, s, H)   gather   (B, S, H)   the model's code, the full mask   (B, S, H)   slice   (B, s, H)
+                               unpack  (D, L, H)   one document per row              (D, L, H)   pack
 
 Gradients of the gathered tokens are summed over the ranks, each of which has those of its own slice. The rest of a layer runs
 on slices; memory and time of such an attention are those of the full sequence on every rank.
 
-    B rows   S tokens per row   s = S / sp of this rank   H width
+    B rows   S tokens per row   s = S / sp of this rank   H width   D documents, of up to L tokens
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
-from patchgen.runtime import parallel
+from patchgen.runtime import model_calls, parallel
 from patchgen.runtime.attention_masks import MaskStructure
+from patchgen.runtime.attention_overlays import OVERLAYS
+from patchgen.runtime.document_rows import PACKING, DocumentRows
+from patchgen.runtime.parallel import checkpointing
 from patchgen.runtime.parallel.collectives import gather_rows
 from patchgen.runtime.parallel.media import set_replicated
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.tensor_cache import TensorCache
 
-MASK = "attention_mask"
-SEQUENCE_DIMS = {"hidden_states": 1, "position_ids": -1, "position_embeddings": 1}
+MASK, POSITIONS = "attention_mask", "position_ids"
+SEQUENCE_DIMS = {"hidden_states": 1, POSITIONS: -1, "position_embeddings": 1}
 """Arguments of transformers' attention classes with an entry for each token -> that dimension."""
+TOKEN_MASKS = ("conv_mask",)
+"""Arguments `(B, s)` that are False, or 0, for padding; None if this slice has none."""
 LAYER_ARGUMENTS = ("encoder_hidden_states", "encoder_attention_mask", "use_cache", "output_attentions")
 """Arguments of a layer that its self-attention does not take: for cross attention, and for what it returns."""
+SDPA = "scaled_dot_product_attention"
 _PREPARED = "patchgen_gathers_for_attention"
 
 
-def prepare(model: nn.Module, arguments: object = None) -> None:
-    """Wraps the hand-written attention in `model` to run on full sequences, before its first call on a slice."""
+def prepare(model: nn.Module) -> None:
+    """Before the first call of `model` on a slice of a sequence, wraps what needs the full sequence."""
+    if not hasattr(model, model_calls.GATHERS):
+        setattr(model, model_calls.GATHERS, True)
+        model.register_forward_pre_hook(_wrap_modules)
+
+
+def _wrap_modules(model: nn.Module, arguments: object) -> None:
+    """Wraps hand-written attention and attention that selects its keys; if each document gets its own row, all that mixes tokens.
+
+    Raises:
+        ValueError: nothing is known to mix the tokens of a model whose documents get their own rows.
+    """
     state = parallel.current()
     if state is None or state.sp == 1 or getattr(model, _PREPARED, False):
         return
     setattr(model, _PREPARED, True)
+    in_rows = bool(model_calls.separation(model))
+    modules = mixing_tokens(model) if in_rows else list(attending_to_all(model))
+    if in_rows and not modules:
+        raise ValueError(model_calls.no_slices(type(model).__name__.removeprefix("FSDP"), state.sp))
+    for module in modules:
+        if not hasattr(module, _PREPARED):
+            setattr(module, _PREPARED, True)
+            set_replicated(module, replicated=True)  # transformers' table gets full queries and keys
+            module.forward = partial(_run_on_full_sequence, module, module.forward, in_rows)
+
+
+def attending_to_all(model: nn.Module) -> Iterator[nn.Module]:
+    """Attention that heads cannot divide: written by hand, or with other keys or biases for each token."""
     selecting = {type(module) for module in model.modules() if _selects_keys(module)}
     for parent in model.modules():
         for module in parent.children():
-            selects = type(module) in selecting  # layers without an indexer take the keys of the layer before
-            if not hasattr(module, _PREPARED) and (selects or _is_hand_written(module, parent)):
-                setattr(module, _PREPARED, True)
-                set_replicated(module, replicated=True)  # transformers' table gets full queries and keys
-                module.forward = partial(_run_on_full_sequence, module.forward, tuple(_parameters(module)))
+            # Layers without an indexer take the keys of the layer before.
+            if type(module) in selecting or _is_hand_written(module, parent):
+                yield module
+
+
+def mixing_tokens(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules that mix tokens of text: attention, or what else takes a mask or owns a convolution, in a layer."""
+    from transformers import PreTrainedModel  # its attention table is that of its layers
+
+    text_config = model.config.get_text_config(decoder=True)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]  # of transformers
+
+    def search(parent: nn.Module) -> Iterator[nn.Module]:
+        for child in parent.children():
+            config = getattr(child, "config", None)
+            if hasattr(config, "get_text_config") and config.get_text_config(decoder=True) is not text_config:
+                continue  # a tower
+            takes_mask = MASK in _parameters(child)
+            forwards_mask = any(MASK in _parameters(inner) for inner in child.modules() if inner is not child)
+            attends = takes_mask and (_uses_attention_table(type(child)) or not forwards_mask)
+            attends |= any(SDPA in method.__code__.co_names for method in _methods(type(child)))
+            if not isinstance(child, PreTrainedModel) and (attends or _owns_convolution(child)):
+                yield child
+            else:
+                yield from search(child)
+
+    return list(search(model))
+
+
+def _owns_convolution(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children())
 
 
 def _selects_keys(module: nn.Module) -> bool:
-    """Whether an attention has a module that is given the mask and attends to nothing: the indexer of its keys."""
+    """Whether an attention passes transformers' table keys or biases of each token, or has a module that is given the mask and
+    attends to nothing: the indexer of its keys."""
     names = _parameters(module)
     if (
         not names
@@ -60,7 +122,10 @@ def _selects_keys(module: nn.Module) -> bool:
         or not _uses_attention_table(type(module))
     ):
         return False
-    return any(MASK in _parameters(child) and not _uses_attention_table(type(child)) for child in module.children())
+    has_indexer = any(
+        MASK in _parameters(child) and not _uses_attention_table(type(child)) for child in module.children()
+    )
+    return has_indexer or any(name in OVERLAYS for names in _keywords(type(module)) for name in names)
 
 
 def _is_hand_written(module: nn.Module, parent: nn.Module) -> bool:
@@ -89,41 +154,87 @@ def _uses_attention_table(attention: type) -> bool:
     """Whether a method of a class reads transformers' table of attention functions, under any name."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    members = [member for cls in attention.__mro__ for member in vars(cls).values()]
-    methods = [inspect.unwrap(member) for member in members if inspect.isfunction(member)]
     return any(
         method.__globals__.get(name) is ALL_ATTENTION_FUNCTIONS
-        for method in methods
+        for method in _methods(attention)
         for name in method.__code__.co_names
     )
 
 
-def _run_on_full_sequence(forward: Callable, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
-    """Calls an attention's forward: on the full sequence if its mask covers a slice and all its tensors can be gathered."""
+def _keywords(module: type) -> list[tuple]:
+    """The names of the keywords in each call of a class's methods, among other tuples of constants."""
+    constants = [constant for method in _methods(module) for constant in method.__code__.co_consts]
+    return [constant for constant in constants if isinstance(constant, tuple)]
+
+
+def _methods(module: type) -> list[Any]:
+    members = [member for cls in module.__mro__ for member in vars(cls).values()]
+    return [inspect.unwrap(member) for member in members if inspect.isfunction(member)]
+
+
+_ROWS: TensorCache[dict[tuple[int, int], DocumentRows]] = TensorCache(lambda _bounds: {})
+
+
+def _run_on_full_sequence(module: nn.Module, forward: Callable, in_rows: bool, *args: Any, **kwargs: Any) -> Any:
+    """Calls a module's forward on the full sequence, with one document of packed rows per row if `in_rows`."""
+    names = tuple(_parameters(module))
     arguments = dict(zip(names, args, strict=False)) | kwargs
-    mask = arguments.get(MASK)
-    if not isinstance(mask, MaskStructure) or mask.definition.state is None:
-        return forward(*args, **kwargs)  # on a slice, the mask itself raises an error
-    full = mask.shape[2] * mask.definition.state.sp
-    tensors = {n: arguments[n] for n in names if n not in SEQUENCE_DIMS and isinstance(arguments.get(n), Tensor)}
-    # A tensor of the full length is of such an attention, in a layer before.
-    if any(tensor.ndim < 2 or tensor.shape[1] != full for tensor in tensors.values()):
+    state = parallel.sequence_parallel_state()
+    masks = [mask for mask in tree_leaves(arguments.get(MASK)) if isinstance(mask, MaskStructure)]
+    of_tokens = [name for name in names if name in TOKEN_MASKS or (name == MASK and in_rows and not masks)]
+    if state is None or any(mask.definition.state is None for mask in masks) or not (masks or in_rows):
         return forward(*args, **kwargs)
-    state = mask.definition.state
-    gathered = {
-        name: _gather(arguments[name], dim, state)
-        for name, dim in SEQUENCE_DIMS.items()
-        if arguments.get(name) is not None
-    }
-    output = forward(**(arguments | gathered | {MASK: mask.gathered()}))
-    s = mask.shape[2]
-    attended, *other_outputs = output if isinstance(output, tuple) else (output,)
-    local = attended.narrow(1, state.sp_rank * s, s)
-    return (local, *other_outputs) if isinstance(output, tuple) else local
+    bounds = checkpointing.remember(model_calls.bounds_of_call)
+    tokens_BsH = arguments[names[0]]
+    absent = [name for name in of_tokens if arguments.get(name) is None]  # of a slice without padding, not of others
+    for name in of_tokens:
+        ones_Bs = tokens_BsH.new_ones(tokens_BsH.shape[:2], dtype=torch.bool)
+        arguments[name] = ones_Bs if name in absent or bounds is not None else arguments[name].bool()
+    dims = SEQUENCE_DIMS | {name: 1 for name in names if _has_vectors(arguments.get(name), tokens_BsH)}
+    arguments |= _gathered(arguments, dims, state)
+    arguments |= {name: None for name in absent if bounds is not None or bool(arguments[name].all())}
+    rows = None
+    if bounds is not None and in_rows:
+        rows = _rows_of(bounds, *arguments[names[0]].shape[:2])
+        arguments = {name: value for name, value in arguments.items() if name not in PACKING}
+        for name in dims:
+            unpack = partial(rows.unpack_field, name) if name == POSITIONS else rows.unpack_states
+            arguments |= {name: tree_map(unpack, arguments[name])} if arguments.get(name) is not None else {}
+    if masks:
+        arguments[MASK] = tree_map(partial(_converted, rows=rows, padding=masks[0].padding), arguments[MASK])
+    with parallel.using(None), model_calls.without_documents(module) if in_rows else contextlib.nullcontext():
+        output = forward(**arguments)
+    first, *others = output if isinstance(output, tuple | list) else (output,)
+    packed_BSH = first if rows is None else rows.packed(first)
+    s = packed_BSH.shape[1] // state.sp
+    local_BsH = packed_BSH.narrow(1, state.sp_rank * s, s)
+    return (local_BsH, *others) if isinstance(output, tuple | list) else local_BsH
 
 
-def _gather(slices: Any, dim: int, state: ParallelState) -> Any:
-    if isinstance(slices, tuple):
-        return tuple(_gather(part, dim, state) for part in slices)
-    rows = gather_rows(slices.transpose(0, dim), state.sp_group, operation="gather a sequence for its attention")
-    return rows.transpose(0, dim)
+def _converted(mask: Any, *, rows: DocumentRows | None, padding: Tensor | None) -> Any:
+    """The mask of the full sequence: one of attention, or of the tokens that are no padding."""
+    if not isinstance(mask, MaskStructure):
+        return padding if isinstance(mask, Tensor) else mask
+    return mask.gathered() if rows is None else mask.in_rows(rows)
+
+
+def _rows_of(bounds: Tensor, B: int, S: int) -> DocumentRows:
+    if (B, S) not in _ROWS(bounds):
+        _ROWS(bounds)[B, S] = DocumentRows.of(bounds, B, S)
+    return _ROWS(bounds)[B, S]
+
+
+def _has_vectors(value: object, tokens_BsH: Tensor) -> bool:
+    """Whether an argument has a vector, or a mask's value, for each token."""
+    return isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == tokens_BsH.shape[:2]
+
+
+def _gathered(arguments: dict[str, Any], dims: dict[str, int], state: ParallelState) -> dict[str, Any]:
+    """The arguments with an entry for each token, of the full sequence."""
+
+    def gather(slices: Tensor, dim: int) -> Tensor:
+        rows = gather_rows(slices.transpose(0, dim), state.sp_group, operation="gather a sequence for its attention")
+        return rows.transpose(0, dim).contiguous()
+
+    given = {name: dim for name, dim in dims.items() if arguments.get(name) is not None}
+    return {name: tree_map(partial(gather, dim=dim), arguments[name]) for name, dim in given.items()}

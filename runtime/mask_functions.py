@@ -100,7 +100,7 @@ def _by_row_index(mask_function: Callable, position_BS: Tensor | None) -> Callab
         return (and_masks if outer == "and_masks" else or_masks)(*joined)
     if outer == "remap_positions_for_packed_sequence":
         return _by_row_index(inner["mask_function"], inner["position_ids"])
-    if position_BS is None or outer == "packed_sequence_mask_function" or _looks_up(mask_function):
+    if position_BS is None or outer == "packed_sequence_mask_function" or looks_up(mask_function):
         return mask_function
     return remap_positions_for_packed_sequence(mask_function, position_BS)
 
@@ -117,10 +117,10 @@ def remap_positions_for_packed_sequence(mask_function: Callable, position_ids: T
     return inner_mask
 
 
-def _looks_up(mask_function: Callable) -> bool:
+def looks_up(mask_function: Callable) -> bool:
     """Whether a mask function indexes a tensor with a value for each token."""
     return any(
-        _looks_up(value) if inspect.isfunction(value) else isinstance(value, Tensor) and value.ndim > 1
+        looks_up(value) if inspect.isfunction(value) else isinstance(value, Tensor) and value.ndim > 1
         for value in _factory(mask_function)[1].values()
     )
 

@@ -4,8 +4,9 @@ Hand-written attention gets no packing arguments: its mask must have the documen
 of our attention names records its calls, and the mask builders look them up here.
 
     enter   documents, from cu_seq_lens_q or restarting position ids, are recorded and passed to the forward if it takes them,
-            else unpacked to their own rows; position ids that count from 0 become those that the model would compute itself;
-            arguments that the forward does not take are recorded here
+            else unpacked to their own rows (on a slice only where tokens are mixed, see `gathered_attention.py`); position ids
+            that count from 0 become those that the model would compute itself; arguments that the forward does not take are
+            recorded here
     inside  `documents_of(config)` finds the documents of the sequence that a mask is built for
     leave   the record is dropped; layers recomputed by transformers' activation checkpointing find it again
 
@@ -19,7 +20,7 @@ import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial, wraps
 from typing import Any
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from patchgen.runtime import compatibility, mask_functions, parallel
-from patchgen.runtime.document_rows import LEFT, DocumentRows, DocumentSeparation
+from patchgen.runtime.document_rows import LEFT, PACKING, DocumentRows, DocumentSeparation
 from patchgen.runtime.parallel import batch, checkpointing, collectives
 from patchgen.runtime.parallel.checkpointing import CHECKPOINT_ATTRIBUTE
 from patchgen.runtime.tensor_cache import TensorCache
@@ -71,6 +72,9 @@ _RUNNING = _Running()
 _SAW_PACKED_ROWS = threading.Event()  # whether the last model that mixed tokens had packed rows
 _NOTED = "patchgen_notes_calls"
 _SEPARATES = "patchgen_separates_documents"
+GATHERS = (
+    "patchgen_gathers_sequences"  # on a model whose attention is given full sequences, see `gathered_attention.py`
+)
 
 
 def note_calls(model: nn.Module) -> None:
@@ -84,8 +88,8 @@ def note_calls(model: nn.Module) -> None:
 def separate_documents(model: nn.Module, separated: DocumentSeparation = True) -> None:
     """Computes each document of packed rows in its own row from now on, or not; see `document_rows`.
 
-    For models that take no document bounds, where documents would see each other. Not on a slice of a sequence. Models of which
-    nothing was decided do as the proof of their file says.
+    For models that take no document bounds, where documents would see each other. On a slice of a sequence only what mixes
+    tokens gets such rows. Models of which nothing was decided do as the proof of their file says.
     """
     note_calls(model)
     setattr(model, _SEPARATES, separated)
@@ -100,7 +104,7 @@ def separate_as_proven(model: nn.Module) -> None:
         separate_documents(model, proven)
 
 
-def _separation(module: nn.Module, *, is_packed: bool) -> DocumentSeparation:
+def separation(module: nn.Module, *, is_packed: bool = True) -> DocumentSeparation:
     """How a model separates documents: as decided for it, else by the proof of its file; and if its forward takes no bounds."""
     decided = getattr(module, _SEPARATES, None)
     if decided is None:
@@ -126,9 +130,10 @@ def documents_of(config: object) -> Tensor | None:
     rows.
     """
     for call in reversed(_RUNNING.calls):
+        if call.cu_seq_lens is None:
+            continue
         model_config: Any = call.module.config
-        is_its_config = config is model_config or config is model_config.get_text_config(decoder=True)
-        if call.cu_seq_lens is not None and is_its_config:
+        if config is model_config or config is model_config.get_text_config(decoder=True):
             return call.cu_seq_lens
     return None
 
@@ -157,6 +162,16 @@ def _lost_documents() -> bool:
     if torch._C._current_graph_task_id() == -1:
         _SAW_PACKED_ROWS.clear()  # a model whose calls are not recorded: its rows are not packed
     return _SAW_PACKED_ROWS.is_set()
+
+
+@contextlib.contextmanager
+def without_documents(module: nn.Module) -> Iterator[None]:
+    """Around a module that gets one document per row: what it calls finds no bounds of packed rows."""
+    before, _RUNNING.calls = _RUNNING.calls, [Call(module, None)]
+    try:
+        yield
+    finally:
+        _RUNNING.calls = before
 
 
 def documents_apart() -> DocumentRows | None:
@@ -210,7 +225,7 @@ def search_call_first(search: Callable[[Tensor], Tensor | None]) -> Callable[[Te
 def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     names, has_kwargs = _parameters(type(module))
     inputs = dict(zip(names, args, strict=False)) | kwargs
-    rows, extra = None, {}
+    bounds, rows, extra = None, None, {}
     if not _RUNNING.calls:
         _carry_into_checkpoints(module)
         if has_kwargs and inputs.get(BOUNDS) is None:
@@ -219,10 +234,13 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
         if positions is not None:
             inputs[POSITIONS] = positions
         is_packed = inputs.get(BOUNDS) is not None
-        separated = _separation(module, is_packed=is_packed)
-        if separated:
+        separated = separation(module, is_packed=is_packed)
+        if separated and (separated == LEFT or not hasattr(module, GATHERS)):
             _require_full_sequence(module)
-        if separated and is_packed:
+        if separated and is_packed and parallel.sequence_parallel_state() is not None:
+            bounds, args = inputs[BOUNDS], ()
+            inputs = {name: value for name, value in inputs.items() if name not in PACKING}
+        elif separated and is_packed:
             rows = _document_rows(module, inputs, is_left=separated == LEFT)
             inputs, args = rows.unpack(inputs), ()
             if separated == LEFT and MASK in names:
@@ -232,9 +250,10 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
             extra = {name: inputs.pop(name) for name in candidates if name in inputs and name not in names}
     positions = inputs.get(POSITIONS)
     consecutive = positions if _is_consecutive(positions) and rows is None else None
-    if inputs.get(BOUNDS) is not None:
+    bounds = bounds if bounds is not None else inputs.get(BOUNDS)
+    if bounds is not None:
         _SAW_PACKED_ROWS.set()
-    _RUNNING.calls.append(Call(module, None if rows is not None else inputs.get(BOUNDS), rows, consecutive, extra))
+    _RUNNING.calls.append(Call(module, bounds, rows, consecutive, extra))
     positional = names[: len(args)]
     return (*(inputs.pop(name) for name in positional), *args[len(positional) :]), inputs
 
@@ -289,7 +308,7 @@ class _CheckpointInCalls:
 
 
 def _require_full_sequence(module: nn.Module) -> None:
-    """Also for unpacked rows: a model without document bounds would mix tokens across slices as well."""
+    """Also for unpacked rows: a model without document bounds may mix tokens across slices as well."""
     state = parallel.sequence_parallel_state()
     if state is not None:
         raise ValueError(no_slices(type(module).__name__.removeprefix("FSDP"), state.sp))

@@ -31,7 +31,7 @@ from patchgen.runtime import attention, attention_kinds, model_calls, registry, 
 from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.compatibility import ReleaseMismatch
-from patchgen.runtime.document_rows import DocumentSeparation
+from patchgen.runtime.document_rows import LEFT, DocumentSeparation
 from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.objectives.choose import teacher_recipe
 from patchgen.runtime.parallel import loss
@@ -114,7 +114,7 @@ def decide_trainable(recipe: Recipe, world: int = 1) -> Recipe:
     if decision.refusal:
         raise RecipeError(f"model.source = '{recipe.model.source}': {decision.refusal}")
     separate = decision.separates_documents or recipe.model.separate_documents or False
-    if separate and recipe.parallel.sp > 1:
+    if separate == LEFT and recipe.parallel.sp > 1:
         sp, name = recipe.parallel.sp, f"'{recipe.model.source}'"
         raise RecipeError(f"parallel.sp = {sp}: {model_calls.no_slices(name, sp)} Set parallel.sp: 1.")
     # First ranks that share experts but no sequence: what they refuse is not due to parallel.sp.

@@ -28,7 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from patchgen.runtime import model_calls, parallel, seams
 from patchgen.runtime.data.collate import collate
-from patchgen.runtime.document_rows import DocumentSeparation
+from patchgen.runtime.document_rows import LEFT, DocumentSeparation
 from patchgen.runtime.parallel import batch, loss, media, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify.comparison import nan_is_largest
@@ -419,7 +419,7 @@ def verify_on_ranks(
     head_class = getattr(find_generated(model).load(), head)
     if reason := loss.why_not_additive(head_class):
         return [RankResult("its loss", reason=reason)]
-    if sp > 1 and (separates or not model_calls.takes_documents(head_class)):
+    if sp > 1 and separates == LEFT:
         return [RankResult("its documents", reason=model_calls.no_slices(head, sp))]
     options: dict[str, Any] = {"sp": sp, "ep": ep, "fsdp": fsdp, "separates": separates}
     results = []

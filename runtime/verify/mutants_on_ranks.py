@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from patchgen.runtime import attention, model_calls, parallel, registry, seams
-from patchgen.runtime.document_rows import DocumentSeparation
+from patchgen.runtime.document_rows import LEFT, DocumentSeparation
 from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel import row_lengths, selfcheck, sharding
 from patchgen.runtime.parallel.batch import slice_batch
@@ -163,7 +163,7 @@ def compare(subject: Subject, layouts: Sequence[Layout] = LAYOUTS) -> mutants.Ve
             if layout.ep > 1 and not sharding.expert_paths(reference.generated()):
                 continue
             cases = [PLAIN, *([PACKED] if takes_packed else [])]
-            if layout.sp > 1 and reference.separates:
+            if layout.sp > 1 and reference.separates == LEFT:
                 left_out[layout.name] = model_calls.no_slices(subject.head, layout.sp)
                 continue
             cases += [case for case in (PADDED, BOUNDARY, SOUNDS) if layout.sp > 1 and case in reference.batches()]

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from patchgen.runtime import model_calls, parallel, seams
 from patchgen.runtime.data.collate import collate, text_sample
-from patchgen.runtime.document_rows import DocumentSeparation
+from patchgen.runtime.document_rows import LEFT, DocumentSeparation
 from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel import selfcheck, sharding
 from patchgen.runtime.parallel.state import ParallelState
@@ -204,7 +204,7 @@ def _compare(
         return {"applies": False}
     if layout.sp > 1 and (refusal := encoder_decoder_refusal(generated_class, layout.sp)):
         return {"reason": f"{REFUSED}: {refusal}"}
-    if layout.sp > 1 and separates:
+    if layout.sp > 1 and separates == LEFT:
         return {"reason": f"{REFUSED}: {model_calls.no_slices(head, layout.sp)}"}
     reference = media_ranks.reference_model(model, head)
     ours = reference.generated(separates)

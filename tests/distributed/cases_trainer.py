@@ -17,7 +17,7 @@ from patchgen.runtime import parallel, random_state
 from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataError
 from patchgen.runtime.train import resume_changes, setup
-from patchgen.runtime.train.recipe import RecipeError, from_dict
+from patchgen.runtime.train.recipe import Recipe, RecipeError, from_dict
 from patchgen.runtime.train.records import Evaluation, Listener, Sample, StepRecord, Summary
 from patchgen.runtime.train.trainer import Trainer, TrainingStopped
 
@@ -46,6 +46,13 @@ def train(values: dict) -> tuple[list[float], list[float], Summary]:
     trainer = Trainer(from_dict(values), torch.device("cpu"), (kept,))
     summary = trainer.run()
     return [record.loss for record in kept.steps], [record.grad_norm for record in kept.steps], summary
+
+
+def losses_of(recipe: Recipe) -> list[float]:
+    """Losses of a run of a recipe whose decisions are made."""
+    kept = Kept()
+    Trainer(recipe, torch.device("cpu"), (kept,)).run()
+    return [record.loss for record in kept.steps]
 
 
 def train_and_print(values: dict) -> tuple[list[float], str]:

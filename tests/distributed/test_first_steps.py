@@ -6,27 +6,29 @@ routers, weights from a checkpoint, packing. Comparisons of the model alone take
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 from dataclasses import replace
 from pathlib import Path
 
+import cases_trainer
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 from trainer_models import WORDS
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
+from patchgen import pipeline, provenance, upstream
 from patchgen.runtime import launch, registry
 from patchgen.runtime.doctor.rank_step import measure_step
 from patchgen.runtime.doctor.step_checks import single_step, step_on_ranks
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train import preflight
-from patchgen.runtime.train.recipe import Recipe, RecipeError, from_dict
+from patchgen.runtime.train.recipe import Recipe, from_dict
 from patchgen.runtime.verify.committed_models import committed
 from patchgen.runtime.verify.given_config import GivenConfig
 from patchgen.runtime.verify.model_pair import build_model, perturb
+from patchgen.runtime.verify.ranks import RankPool
 from patchgen.runtime.verify.reference_model import training_config
 
 RANKS = 2
@@ -35,8 +37,6 @@ FAST = (
     ("nemotron_h", {"sp": 2}),
     ("qwen3_vl", {"sp": 2}),
 )  # of infinite numbers, and of rows with images in the check
-NO_SLICES = {"deepseek_v4": "parallel.sp: 1"}
-"""Models that a run refuses on slices, and what it advises."""
 CASES = [
     pytest.param(
         name, layout, id=f"{name}-{layout or 'fsdp'}", marks=[] if (name, layout) in FAST else pytest.mark.slow
@@ -52,24 +52,50 @@ def test_the_first_step_on_ranks_is_that_on_one(name, layout, tmp_path):
     if "ep" in layout and not has_experts:
         pytest.skip("no experts")
     recipe = replace(recipe, parallel=replace(recipe.parallel, **layout))
-    is_refused = "sp" in layout and name in NO_SLICES
-    refusal = (
-        pytest.raises((RecipeError, RuntimeError), match=NO_SLICES[name]) if is_refused else contextlib.nullcontext()
+    recipe = single_step(preflight.decide_trainable(recipe), RANKS)
+    on_ranks = step_on_ranks(recipe, RANKS)
+    groups = models.parallel_config(recipe.parallel, RANKS).num_batches
+    alone = replace(recipe, parallel=replace(recipe.parallel, sp=1, ep=1))
+    with launch.process_group() as device:
+        expected = measure_step(alone, device, tmp_path, groups=groups)
+    assert on_ranks.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert on_ranks.norm == pytest.approx(expected.norm, rel=1e-4)
+
+
+SELECTING = (
+    "deepseek_v4",
+    *[pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v32", "glm_moe_dsa", "qwen4_exp_text")],
+)
+"""Types whose attention selects its keys, or counts blocks of them along the row."""
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_ten_steps_of_attention_that_selects_its_keys_are_the_same_in_each_layout(name, tmp_path, one_rank, two_ranks):
+    """Losses of packed rows, with layers computed again in the backward: on one rank, on slices, and with experts divided too."""
+    if name not in committed():
+        provenance.write(pipeline.generate(upstream.load(name)), tmp_path / "generated" / name)
+    recipe, _ = small_run(name, tmp_path, tmp_path / "generated")
+    recipe = replace(
+        recipe,
+        train=replace(recipe.train, steps=10),
+        optim=replace(recipe.optim, lr=1e-3, warmup_steps=0, schedule="constant"),
     )
-    with refusal:
-        recipe = single_step(preflight.decide_trainable(recipe), RANKS)
-        on_ranks = step_on_ranks(recipe, RANKS)
-        groups = models.parallel_config(recipe.parallel, RANKS).num_batches
-        alone = replace(recipe, parallel=replace(recipe.parallel, sp=1, ep=1))
-        with launch.process_group() as device:
-            expected = measure_step(alone, device, tmp_path, groups=groups)
-        assert on_ranks.loss == pytest.approx(expected.loss, rel=1e-5)
-        assert on_ranks.norm == pytest.approx(expected.norm, rel=1e-4)
+    recipe = preflight.decide_trainable(recipe)
+
+    def losses(pool: RankPool, run: str, layout: dict) -> list[float]:
+        section = replace(recipe.parallel, activation_checkpointing="full", **layout)
+        log = replace(recipe.log, directory=str(tmp_path / run))
+        return pool.run(cases_trainer.losses_of, replace(recipe, parallel=section, log=log), timeout=300)[0]
+
+    alone = losses(one_rank, "alone", {})
+    assert alone[-1] < alone[0]
+    assert losses(two_ranks, "slices", {"sp": 2}) == pytest.approx(alone, rel=1e-5)
+    assert losses(two_ranks, "slices and experts", {"sp": 2, "ep": 2}) == pytest.approx(alone, rel=1e-5)
 
 
-def small_run(name: str, place: Path) -> tuple[Recipe, bool]:
-    """A recipe for random weights of a small form on made-up text, and whether the model has experts."""
-    generated = registry.find_model(name)
+def small_run(name: str, place: Path, models: Path | None = None) -> tuple[Recipe, bool]:
+    """A recipe for random weights of a small form on made-up text, and whether the model has experts; with generated `models`."""
+    generated = registry.find_model(name, models if models is not None and models.is_dir() else None)
     head = next((head for head in generated.heads if head.endswith("ForCausalLM")), generated.heads[0])
     upstream_class = getattr(generated.upstream(), head)
     config, tokenizer = training_config(upstream_class, GivenConfig()), byte_tokenizer()
@@ -83,7 +109,11 @@ def small_run(name: str, place: Path) -> tuple[Recipe, bool]:
     (place / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     recipe = from_dict(
         {
-            "model": {"source": str(place / "checkpoint"), "dtype": "float32"},
+            "model": {
+                "source": str(place / "checkpoint"),
+                "dtype": "float32",
+                "generated": str(generated.directory.parent) if models is not None else None,
+            },
             "data": {
                 "sources": [{"path": str(place / "rows.jsonl")}],
                 "tokens_per_batch": 160,

@@ -171,10 +171,10 @@ def test_what_a_proof_says_of_documents_holds_without_a_recipe(name, built_by, n
     assert (found - alone).abs().max() < ROUNDING * alone.abs().max()
 
 
-def test_what_a_proof_says_of_documents_holds_on_slices():
-    """In the words of the recipe's refusal."""
+def test_what_a_proof_says_of_documents_holds_on_slices_of_upstreams_attention():
+    """Which is given no full sequences; in the words of the recipe's refusal."""
     attention.register()
-    model = registry.build_model(small_config("deepseek_v4").config, attn_implementation="patchgen_eager")
+    model = registry.build_model(small_config("deepseek_v4").config, attn_implementation="eager")
     positions = torch.arange(16)[None] % 5
     with fake_rank() as state, parallel.using(state):
         batch = slice_batch({"input_ids": torch.ones_like(positions), "position_ids": positions}, sp=2, sp_rank=0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.masking_utils import blockwise_overlay, chunked_causal_mask_function
 
-from patchgen.runtime import attention, gathered_attention, mask_functions, parallel
+from patchgen.runtime import attention, gathered_attention, mask_functions
 from patchgen.runtime.verify.small_config import small_config
 
 TWO = SimpleNamespace(sp=2, sp_rank=0)
@@ -28,10 +28,34 @@ def test_it_is_attention_of_its_own_code_in_whose_place_nothing_else_stands(kind
     attention.register()
     upstream = getattr(importlib.import_module(f"transformers.models.{kind}.modeling_{kind}"), head)
     model = upstream._from_config(small_config(kind).config, attn_implementation="patchgen_eager")
-    with parallel.using(TWO):
-        gathered_attention.prepare(model)
-    found = {type(one).__name__ for one in model.modules() if "forward" in vars(one)}
-    assert found == taken
+    assert {type(one).__name__ for one in gathered_attention.attending_to_all(model)} == taken
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "taken"),
+    [
+        ("zaya", "ZayaForCausalLM", {"ZayaAttention"}),  # a convolution inside
+        ("deepseek_v4", "DeepseekV4ForCausalLM", {"DeepseekV4Attention"}),  # an indexer and compressors inside
+        ("minimax", "MiniMaxForCausalLM", {"MiniMaxAttention", "MiniMaxLightningAttention"}),
+        (
+            "recurrent_gemma",
+            "RecurrentGemmaForCausalLM",
+            {"RecurrentGemmaSdpaAttention", "RecurrentGemmaRecurrentBlock"},
+        ),
+        (
+            "inkling2_text",
+            "Inkling2ForCausalLM",
+            {"Inkling2ShortConvolution", "Inkling2SlidingAttention", "Inkling2FullAttention"},
+        ),
+        ("rwkv", "RwkvForCausalLM", set()),  # mixes tokens by shifting them
+    ],
+)
+def test_attention_recurrences_and_convolutions_mix_tokens_and_towers_are_left_out(kind, head, taken):
+    attention.register()
+    small = small_config(kind).config
+    upstream = getattr(importlib.import_module(small.__module__.replace("configuration", "modeling")), head)
+    model = upstream._from_config(small, attn_implementation="patchgen_eager")
+    assert {type(one).__name__ for one in gathered_attention.mixing_tokens(model)} == taken
 
 
 def _drawn(function, B: int, S: int) -> torch.Tensor:
