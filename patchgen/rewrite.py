@@ -420,14 +420,13 @@ def with_torch(module: Module) -> Module:
 
 
 def wrap_calls(editor: Editor, code: ast.AST, wanted: Mapping[str, str], more: str = "") -> list[str]:
-    """Rewrites calls `f(x, ...)` in `code` to `ops.<kind>(f, x, ..., <more>)` for each f -> kind in `wanted`.
+    """Rewrites calls `f(x, ...)` in `code` to `ops.<kind>(f, x, ..., <more>)` for each f, or `self.f`, -> kind in `wanted`.
 
     Returns the kinds, one for each call. Simple statements are marked; headers of branches and loops are not.
     """
 
     def found_in(node: ast.AST) -> dict[ast.Call, str]:
-        named = {call: call.func.id for call in calls(node) if isinstance(call.func, ast.Name)}
-        return {call: name for call, name in named.items() if name in wanted}
+        return {call: name for call in calls(node) if (name := ast.unparse(call.func)) in wanted}
 
     for statement in dict.fromkeys(map(editor.statement_of, found := found_in(code))):
         is_header = is_compound(statement)  # of a branch or a loop

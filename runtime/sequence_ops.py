@@ -7,6 +7,8 @@ On one process every function computes exactly what upstream does, except that d
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -34,6 +36,44 @@ def sequence_position_ids(position_ids: Tensor | None, hidden_states: Tensor) ->
     from patchgen.runtime.parallel.sequence import position_slice
 
     return position_slice(position_ids, hidden_states, state)
+
+
+def look_up_positions(
+    table: Callable[..., Tensor], *args: object, tokens: Tensor, cu_seq_lens: Tensor | None = None, **kwargs: object
+) -> Tensor:
+    """Positions that a model counts along its rows, looked up: on a slice those of the full sequence, in packed rows those within
+    each document.
+
+    Args:
+        table: called with the arguments that follow; takes `position_ids` `[T]`.
+        tokens: this rank's tokens or embeddings, `[B, S, ...]`.
+        cu_seq_lens: `[documents + 1]` over the flattened rows of the full sequence; None: those of the running call, if any.
+
+    Returns:
+        `[B, S, H]`; on one rank, of rows that are not packed, what the table returns.
+
+    Raises:
+        UnsupportedError: the table takes no positions.
+    """
+    from patchgen.runtime import model_calls
+
+    state = parallel.sequence_parallel_state()
+    if cu_seq_lens is None:
+        cu_seq_lens = model_calls.bounds_of_call()
+    if state is None and cu_seq_lens is None:
+        return table(*args, **kwargs)
+    from patchgen.runtime.parallel.sequence import counted_positions
+
+    if not _takes_positions(type(table)):
+        from patchgen.runtime.attention_masks import UnsupportedError
+
+        raise UnsupportedError(
+            f"{type(table).__name__} takes no position_ids, so it cannot count those of a slice, or within the documents of packed "
+            "rows. Train this model with sp=1, and with one document per row."
+        )
+    B, S = tokens.shape[:2]
+    positions_BS = counted_positions(B, S, cu_seq_lens, state, device=tokens.device)
+    return table(*args, **kwargs | {"position_ids": positions_BS.flatten()}).view(B, S, -1)
 
 
 def causal_conv1d(
@@ -155,3 +195,8 @@ def mrope_position_ids(
     from patchgen.runtime.parallel.batch import rows_first
 
     return rows_first(position_ids, stacked_position_ids, batch.shape[0])
+
+
+@functools.cache
+def _takes_positions(table: type) -> bool:
+    return "position_ids" in inspect.signature(table.forward).parameters

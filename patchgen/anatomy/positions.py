@@ -10,6 +10,7 @@ from patchgen.anatomy.classes import (
     FunctionNode,
     base_name,
     calls,
+    defaults_of,
     inlined,
     is_in_place,
     plain_assignments,
@@ -31,7 +32,8 @@ def counts_default(anatomy: Anatomy, forward: FunctionNode) -> bool:
     """
     forward = _with_one_name(forward)
     nodes, bound = list(walk(forward)), stored(forward)
-    above = {name: value for name, value in plain_assignments(forward.body).items() if bound.count(name) == 1}
+    above = {name: value for name, value in defaults_of(forward).items() if ast.unparse(value) == "0"}  # no cache
+    above |= {name: value for name, value in plain_assignments(forward.body).items() if bound.count(name) == 1}
     known: set[ast.AST] = set()
     for branch in (node for node in nodes if isinstance(node, ast.If)):
         test = ast.unparse(branch.test)

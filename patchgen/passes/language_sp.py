@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, calls, loaded, own_attribute, parameter_names
-from patchgen.anatomy.embeddings import Counts, Embeddings
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, loaded, own_attribute, parameter_names, uses
+from patchgen.anatomy.embeddings import TABLE, Counts, Embeddings
 from patchgen.anatomy.names import uses_name
 from patchgen.anatomy.positions import POSITIONS, counts_default
 from patchgen.anatomy.roles import TOKENS, media_models
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import Editor, insert_first
+from patchgen.rewrite import Editor, insert_first, wrap_calls
 from patchgen.source import Block, Module
 
 
@@ -41,6 +42,31 @@ class LanguageSP(SitePass):
                     hidden_states = layer(hidden_states, position_ids)
                 return hidden_states
         """),
+        Example("""in the table of a decoder that takes none and counts them
+        class ExamplePositions(nn.Embedding):
+            def forward(self, input_ids, position_ids=None):
+                if position_ids is None:
+                    position_ids = torch.arange(input_ids.shape[1])
+                return super().forward(position_ids)
+
+
+        class ExampleModel(ExamplePreTrainedModel):
+            def __init__(self, config):
+                self.embed_positions = ExamplePositions(config.max_positions, config.hidden_size)
+                self.layers = nn.ModuleList([ExampleLayer(config) for _ in range(config.num_layers)])
+
+            def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+                if inputs_embeds is None:
+                    inputs_embeds = self.embed_tokens(input_ids)
+      -         hidden_states = inputs_embeds + self.embed_positions(input_ids)
+      +         # patchgen: language_sp
+      +         hidden_states = inputs_embeds + ops.look_up_positions(
+      +             self.embed_positions, input_ids, tokens=inputs_embeds, cu_seq_lens=kwargs.get("cu_seq_lens_q")
+      +         )
+                for layer in self.layers:
+                    hidden_states = layer(hidden_states)
+                return hidden_states
+        """),
     )
 
     def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
@@ -63,7 +89,7 @@ class LanguageSP(SitePass):
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Causal heads below which nothing takes position ids: they cannot train sequence-parallel, or it is unknown."""
         sites = [anatomy.classes[site.block] for site in self.sites(module, anatomy)]
-        served = {info.name for info in sites if not _counts_itself(anatomy, info)}
+        served = {info.name for info in sites if not _counts_itself(anatomy, info) or _counting_tables(anatomy, info)}
         remarks: list[str] = []
         for head in anatomy.with_role(Role.HEAD, module):
             below = anatomy.reached_from([head.name])
@@ -82,21 +108,23 @@ class LanguageSP(SitePass):
         return remarks
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        info = anatomy.classes[site.block]
+        info, editor = anatomy.classes[site.block], Editor(block, self.mark)
+        forward = editor.function("forward")
         if _counts_itself(anatomy, info):
+            tables = _counting_tables(anatomy, info)
+            anchor = next((i for i, node in enumerate(forward.body) if any(uses(node, name) for name in tables)), None)
+            more = f"tokens={(embeddings := _embeddings(anatomy, info, forward, anchor))}"
+            if (kwargs := forward.args.kwarg) is not None:
+                more += f', cu_seq_lens={kwargs.arg}.get("cu_seq_lens_q")'
+            wanted = {f"self.{name}": "look_up_positions" for name in tables}
+            if embeddings is not None and wrap_calls(editor, forward, wanted, more):
+                return Rewritten(editor.result, "counted positions, of this rank's slice and within documents")
             code = f'ops.require_whole_sequence("the positions of {info.name}")'
             return Rewritten(insert_first(block, "forward", code, self.mark), "positions of a whole sequence alone")
 
-        editor = Editor(block, self.mark)
-        forward = editor.function("forward")
-        takes = parameter_names(forward)
         anchor = next((i for i, node in enumerate(forward.body) if uses_name(node, POSITIONS)), None)
-        embedded_names = Embeddings(anatomy, info.name).above(forward, forward.body[:anchor])
-        read = {*loaded(*forward.body[anchor:])}
-        embeddings = next((name for name in embedded_names if name in read), None)  # any: only the shape is used
-        if embeddings is None and {*TOKENS} <= {*takes}:  # positions are read above the embeddings: use the inputs
-            embeddings = "inputs_embeds if input_ids is None else input_ids"
-        if POSITIONS not in takes or anchor is None or embeddings is None:
+        embeddings = _embeddings(anatomy, info, forward, anchor)
+        if POSITIONS not in parameter_names(forward) or anchor is None or embeddings is None:
             closest = next((code for node in forward.body if POSITIONS in (code := editor.code(node))), "")
             raise Missed(f"{POSITIONS} as a parameter, first read below the embeddings [B, S, H]", closest)
         code = f"{POSITIONS} = ops.sequence_position_ids({POSITIONS}, {embeddings})"
@@ -106,9 +134,29 @@ class LanguageSP(SitePass):
         return Rewritten(editor.result, "position ids of this rank's slice")
 
 
+def _embeddings(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode, anchor: int | None) -> str | None:
+    """Code with the shape [B, S, ...] of the tokens at a statement of the forward; None where nothing has it."""
+    read = {*loaded(*forward.body[anchor:])}
+    names = Embeddings(anatomy, info.name).above(forward, forward.body[:anchor])
+    if embeddings := next((name for name in names if name in read), None):  # any: only the shape is used
+        return embeddings
+    # Positions are read above the embeddings: use the inputs.
+    return "inputs_embeds if input_ids is None else input_ids" if {*parameter_names(forward)} >= TOKENS else None
+
+
 def _counts_itself(anatomy: Anatomy, info: ClassInfo) -> bool:
     """Whether a decoder takes no position ids and has no rotary embedding: it computes learned positions itself."""
     return POSITIONS not in parameter_names(info.methods["forward"]) and not _rotary_attributes(anatomy, info)
+
+
+def _counting_tables(anatomy: Anatomy, info: ClassInfo) -> list[str]:
+    """The attributes that are tables of positions: they take positions, and count along the row where they are given none."""
+    found: list[str] = []
+    for build in anatomy.builds(info.name):
+        own = anatomy.method(build.target or "", "forward")
+        if own and build.attribute and anatomy.is_a(ast.Name(own[0].name, ast.Load()), TABLE):
+            found += [build.attribute] * (POSITIONS in parameter_names(own[1]) and counts_default(anatomy, own[1]))
+    return found
 
 
 def _rotary_attributes(anatomy: Anatomy, info: ClassInfo) -> set[str]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from patchgen.runtime import mask_functions
 from patchgen.runtime.parallel.collectives import start_all_to_all
 from patchgen.runtime.parallel.state import ParallelState
 
@@ -167,6 +168,18 @@ def position_slice(position_ids: Tensor | None, hidden_states: Tensor, state: Pa
         start = state.sp_rank * s
         return torch.arange(start, start + s, device=hidden_states.device)[None]
     return slice_dimension(position_ids, s, state, dim=-1)
+
+
+def counted_positions(
+    B: int, s: int, cu_seq_lens: Tensor | None, state: ParallelState | None, *, device: torch.device
+) -> Tensor:
+    """`(B, s)`: the place of each of this rank's tokens in its row, or with `cu_seq_lens` of full rows in its document."""
+    S, start = (s, 0) if state is None else (s * state.sp, s * state.sp_rank)
+    if cu_seq_lens is None:
+        counted = torch.arange(S, device=device).expand(B, S)
+    else:
+        counted = mask_functions.positions_within(mask_functions.document_of(cu_seq_lens, B, S))
+    return counted.narrow(1, start, s)
 
 
 def slice_dimension(tensor: Tensor, s: int, state: ParallelState, dim: int) -> Tensor:

@@ -45,12 +45,15 @@ class Case:
     batch: Mapping[str, Any]
 
 
-def text_cases(config: PreTrainedConfig, model_class: type[nn.Module], *, seed: int = 0) -> tuple[Case, ...]:
+def text_cases(
+    config: PreTrainedConfig, model_class: type[nn.Module], *, seed: int = 0, packed: bool = False
+) -> tuple[Case, ...]:
     """The cases that the forward of `model_class` takes.
 
     Args:
         config: ids are drawn from its vocabulary without its special tokens.
         model_class: cases with arguments that its forward does not take are left out.
+        packed: give the packed case to a forward without `position_ids`, too: for callers that hand it each document alone.
 
     Returns:
         ids, labels, mask and position ids are int64 `[B, S]`; labels of other heads are as in `head_kinds.py`.
@@ -71,7 +74,9 @@ def text_cases(config: PreTrainedConfig, model_class: type[nn.Module], *, seed: 
         Case("packed", {"input_ids": ids, "labels": packed_labels, "position_ids": positions}),
         Case("step", {"input_ids": ids, "labels": labels, NUM_ITEMS: torch.tensor(ITEMS_OF_STEP)}),
     )
-    return _taken(cases, config, model_class)
+    taken = _taken(cases, config, model_class)
+    is_left_out = all(case.name != "packed" for case in taken)
+    return (*taken, *(case for case in cases if case.name == "packed")) if packed and is_left_out else taken
 
 
 def caller_cases(config: PreTrainedConfig, model_class: type[nn.Module], *, seed: int = 0) -> tuple[Case, ...]:

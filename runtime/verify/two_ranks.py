@@ -251,7 +251,8 @@ def _media_cases(reference: ReferenceModel) -> list[str]:
 def _compare_text(ours: PreTrainedModel, reference: ReferenceModel, state: ParallelState) -> dict[str, Any]:
     """Plain rows, packed ones, and, where ranks have rows of their own, uneven ones."""
     found: dict[str, Any] = {}
-    for name, (pieces, packed_rows, local_batch) in _text_inputs(reference, state):
+    packs = model_calls.takes_documents(type(ours))
+    for name, (pieces, packed_rows, local_batch) in _text_inputs(reference, state, packs=packs):
         step = functools.partial(reference.loss_and_gradients, pieces, packed_rows=packed_rows)
         ours.zero_grad()
         actual = media_ranks.step_on_ranks(
@@ -266,8 +267,9 @@ def _compare_text(ours: PreTrainedModel, reference: ReferenceModel, state: Paral
     return found
 
 
-def _text_inputs(reference: ReferenceModel, state: ParallelState) -> Iterator[tuple[str, LocalCase]]:
-    cases = {case.name: dict(case.batch) for case in text_cases(reference.config, reference.upstream_class)}
+def _text_inputs(reference: ReferenceModel, state: ParallelState, *, packs: bool) -> Iterator[tuple[str, LocalCase]]:
+    texts = text_cases(reference.config, reference.upstream_class, packed=packs)
+    cases = {case.name: dict(case.batch) for case in texts}
     rows = torch.arange(cases["plain"]["input_ids"].shape[0]).chunk(state.config.num_batches)[state.batch_index]
     for name in ("plain", media_ranks.PACKED):
         if name in cases:

@@ -24,7 +24,7 @@ def test_a_model_without_sequence_parallel_form_carries_a_note(model: str):
     assert any(note.startswith(NOTES[model]) for note in notes), notes
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("model", ["bart", "llama", "qwen3_next"])
 def test_a_served_model_carries_none(model: str):
     assert notes_of(model) == []
 

@@ -1,5 +1,7 @@
 """What generated code calls, in one process: identities, and upstream's own formulas while a seam is eager."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -159,3 +161,50 @@ def test_equal_parts_of_experts_compute_what_bmm_does_and_no_row_of_zeros(act, c
     assert seen == [computed]
     wanted = torch.autograd.grad(expected.square().sum(), (rows, up, down), retain_graph=True)
     torch.testing.assert_close(torch.autograd.grad(found.square().sum(), (rows, up, down)), wanted)
+
+
+class Places(nn.Embedding):
+    """A table as bart's: what it returns for positions `(T,)` has a dimension more."""
+
+    def forward(self, input_ids, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1]).expand(input_ids.shape[0], -1)
+        else:
+            position_ids = position_ids.unsqueeze(0)
+        return super().forward(position_ids + 2)
+
+
+def test_counted_positions_are_upstreams_in_one_process():
+    table, ids = Places(12, 4), torch.zeros(2, 5, dtype=torch.long)
+    assert torch.equal(ops.look_up_positions(table, ids, tokens=ids), table(ids))
+    given = torch.arange(3, 8)
+    found = ops.look_up_positions(table, ids, position_ids=given, tokens=ids)
+    assert torch.equal(found, table(ids, given)), "the positions that the decoder counted on from a cache"
+
+
+def test_counted_positions_start_again_in_each_document():
+    """Packed rows against each document alone."""
+    table, ids = Places(12, 4), torch.zeros(2, 5, dtype=torch.long)
+    found = ops.look_up_positions(table, ids, tokens=ids, cu_seq_lens=torch.tensor([0, 2, 5, 9, 10]))
+    alone = torch.cat([table(ids[:1, :length])[0] for length in (2, 3, 4, 1)]).view(2, 5, 4)
+    assert torch.equal(found, alone)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 2, 8, 11, 16]])
+def test_counted_positions_of_slices_are_those_of_the_full_rows(bounds, monkeypatch):
+    table, ids = Places(12, 4), torch.zeros(2, 8, dtype=torch.long)
+    cu_seq_lens = None if bounds is None else torch.tensor(bounds)
+    full = ops.look_up_positions(table, ids, tokens=ids, cu_seq_lens=cu_seq_lens)
+    slices = []
+    for rank in range(2):
+        monkeypatch.setattr(parallel, "sequence_parallel_state", lambda r=rank: SimpleNamespace(sp=2, sp_rank=r))
+        own = ids[:, :4]
+        slices.append(ops.look_up_positions(table, own, tokens=own, cu_seq_lens=cu_seq_lens))
+    assert torch.equal(torch.cat(slices, dim=1), full)
+
+
+def test_a_table_that_takes_no_positions_refuses_packed_rows():
+    table, ids = nn.Embedding(12, 4), torch.zeros(1, 4, dtype=torch.long)
+    assert ops.look_up_positions(table, ids, tokens=ids).shape == (1, 4, 4)
+    with pytest.raises(ValueError, match="Embedding takes no position_ids"):
+        ops.look_up_positions(table, ids, tokens=ids, cu_seq_lens=torch.tensor([0, 2, 4]))

@@ -169,3 +169,48 @@ def test_positions_that_a_buffer_keeps_are_known(kept: str, is_counted: bool):
     text = COUNTING.format(table=TORCHS, looked_up="x", given="self.steps[:, : input_ids.shape[1]]")
     text = text.replace("        self.layers", f"{kept}        self.layers")
     assert [hit.site for hit in applied(LanguageSP(), text).hits] == ["ExampleModel.forward"] * is_counted
+
+
+LOOKED_UP = LanguageSP.EXAMPLES[1].before
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_served"),
+    [
+        ({}, True),
+        (
+            {
+                "arange(input_ids.shape[1])": "arange(past, past + input_ids.shape[1])",
+                "position_ids=None)": "past=0, position_ids=None)",
+            },
+            True,
+        ),
+        ({"torch.arange(input_ids.shape[1])": "(input_ids != 1).cumsum(1) - 1"}, False),
+        ({"arange(input_ids.shape[1])": "arange(1, input_ids.shape[1] + 1)"}, False),
+        ({"position_ids": "places"}, False),
+    ],
+)
+def test_counted_positions_are_looked_up_by_slice_where_a_table_takes_positions(
+    changes: dict[str, str], is_served: bool
+):
+    text = LOOKED_UP
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    written = applied(LanguageSP(), text).module.text
+    assert ("ops.look_up_positions(" in written) == is_served
+    assert ("ops.require_whole_sequence(" in written) == (not is_served)
+
+
+def test_the_lookup_of_a_decoder_without_keyword_arguments_finds_the_documents_itself():
+    text = LOOKED_UP.replace(", **kwargs", "")
+    assert "tokens=inputs_embeds)" in applied(LanguageSP(), text).module.text
+
+
+def test_the_shape_of_a_lookup_above_the_embeddings_is_that_of_the_inputs():
+    text = LOOKED_UP.replace(
+        "        if inputs_embeds is None:\n",
+        "        places = self.embed_positions(input_ids)\n        if inputs_embeds is None:\n",
+    ).replace("+ self.embed_positions(input_ids)", "+ places")
+    written = applied(LanguageSP(), text).module.text
+    assert "tokens=inputs_embeds if input_ids is None else input_ids" in written
