@@ -193,10 +193,12 @@ def _rows_of_blocks(mask: Any, first: int, end: int):
     if (first, end) not in cache:
         rows, heads, _, keys = mask.shape
         sees = mask.mask_mod  # not the mask, which the cache would keep alive
+        device = mask.kv_indices.device
+        offset = torch.full((), first, device=device)  # compiled code is for any tensor, but for one number
         cache[first, end] = create_block_mask(
-            lambda batch, head, query, key: sees(batch, head, query + first, key),
+            lambda batch, head, query, key: sees(batch, head, query + offset, key),
             *(rows, heads, end - first, keys),
-            device=mask.kv_indices.device,
+            device=device,
         )
     return cache[first, end]
 
@@ -213,8 +215,10 @@ def _block_mask(attention: Attention, B: int, S: int, device: torch.device):
     if key not in cache:
         document = document_of(documents.bounds, B, S) if documents is not None else None
 
+        offset = torch.full((), first, device=device) if attention.queries is not None else None
+
         def sees(batch, _head, query, key_):
-            query = query + first
+            query = query if offset is None else query + offset
             result = (query >= key_) if attention.causal else (query == query)
             if window is not None:
                 result = result & ((query - key_).abs() < window)
