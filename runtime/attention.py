@@ -47,7 +47,7 @@ from patchgen.runtime.attention_backends import BACKENDS, Backend
 from patchgen.runtime.attention_calls import FEATURES, Attention, Documents, dtype_features
 from patchgen.runtime.attention_masks import MaskStructure, UnsupportedError, mask_function
 from patchgen.runtime.attention_overlays import overlay_arguments, overlay_mask, within_documents
-from patchgen.runtime.parallel import sequence
+from patchgen.runtime.parallel import gathered_keys, sequence
 from patchgen.runtime.parallel.media import is_replicated
 from patchgen.runtime.tensor_cache import TensorCache, longest
 
@@ -266,10 +266,14 @@ def attention_function(name: str, backend: Backend | None) -> Callable:
         if hasattr(request.sinks, "full_tensor"):
             raise ValueError("Attention sinks are still sharded: the attention module must be inside an FSDP2 unit.")
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-            return backend_used.function(q, k, v, replace(request, sinks=sinks))
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, queries: tuple[int, int] | None = None
+        ) -> Tensor:
+            return backend_used.function(q, k, v, replace(request, sinks=sinks, queries=queries))
 
-        return sequence.attend_over_heads(q, k, v, request.sinks, attend, state, where=where).contiguous(), None
+        whole_blocks = gathered_keys.head_blocks(q.shape[2], state.sp) == state.sp
+        share = sequence.attend_over_heads if whole_blocks else gathered_keys.attend_over_parts
+        return share(q, k, v, request.sinks, attend, state, where=where).contiguous(), None
 
     return forward
 

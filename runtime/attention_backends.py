@@ -2,7 +2,8 @@
 
     B rows   S tokens per row   N_q, N_k query and key/value heads   D, D_v head sizes   T = B * S
 
-Every backend takes q `(B, S, N_q, D)`, k `(B, S, N_k, D)`, v `(B, S, N_k, D_v)` and returns `(B, S, N_q, D_v)`.
+Every backend takes q `(B, S, N_q, D)`, k `(B, S, N_k, D)`, v `(B, S, N_k, D_v)` and returns `(B, S, N_q, D_v)`. A call with
+`attention.queries` has L of the S queries, and all keys.
 `runtime/attention.py` connects them to transformers' interface and to the exchange of sequence parallelism.
 """
 
@@ -11,15 +12,25 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from patchgen.kernels.packages import lacks_package
-from patchgen.runtime.attention_calls import FEATURES, FLOAT32, Attention, dense_mask, masks, rows_as_documents
+from patchgen.runtime.attention_calls import (
+    FEATURES,
+    FLOAT32,
+    Attention,
+    Documents,
+    dense_mask,
+    masks,
+    parts_of_documents,
+    rows_as_documents,
+)
 from patchgen.runtime.mask_functions import document_of
 
 
@@ -55,21 +66,26 @@ def repeat_heads(states: Tensor, N_q: int) -> Tensor:
     return states if states.shape[2] == N_q else states.repeat_interleave(N_q // states.shape[2], dim=2)
 
 
+def seen(states: Tensor, attention: Attention) -> Tensor:
+    """The keys or values `(B, S, N_k, D)` that a call's queries may see, from the first."""
+    return states[:, : attention.keys_seen(states.shape[1])]
+
+
 def eager(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
-    """The reference: softmax in fp32 over scores `(B, N_q, S, S)`; sinks join the softmax and are dropped from its result."""
-    B, S, N_q, _ = q.shape
-    k, v = repeat_heads(k, N_q), repeat_heads(v, N_q)
+    """The reference: softmax in fp32 over scores `(B, N_q, L, S)`; sinks join the softmax and are dropped from its result."""
+    B, L, N_q, _ = q.shape
+    mask = dense_mask(attention, B, k.shape[1], q.device)
+    k, v = repeat_heads(seen(k, attention), N_q), repeat_heads(seen(v, attention), N_q)
     scores = torch.matmul(q.transpose(1, 2), k.permute(0, 2, 3, 1)) * attention.scaling
     if attention.softcap is not None:
         scores = attention.softcap * torch.tanh(scores / attention.softcap)
-    mask = dense_mask(attention, B, S, q.device)
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:
         scores = scores + mask
     if attention.sinks is not None:
         sinks = attention.sinks if attention.sinks.ndim > 1 else attention.sinks.view(1, N_q, 1, 1)
-        sinks = sinks.to(scores.dtype).expand(B, N_q, S, 1)
+        sinks = sinks.to(scores.dtype).expand(B, N_q, L, 1)
         weights = F.softmax(torch.cat([scores, sinks], dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
     else:
         weights = F.softmax(scores, dim=-1, dtype=torch.float32)
@@ -82,9 +98,12 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
 
     With a mask the key heads are repeated: its fused kernels take a mask or grouped heads, not both.
     """
-    B, S, N_q, D = q.shape
+    B, L, N_q, D = q.shape
     causal_rows = attention.is_plain and attention.causal
-    mask = None if causal_rows else dense_mask(attention, B, S, q.device)
+    mask: Any = None if causal_rows else dense_mask(attention, B, k.shape[1], q.device)
+    k, v = seen(k, attention), seen(v, attention)
+    if causal_rows and k.shape[1] > L:
+        mask = causal_lower_right(L, k.shape[1])  # the last query sees the last key
     grouped = k.shape[2] != N_q and mask is None and D == v.shape[-1] <= 256
     if not grouped:
         k, v = repeat_heads(k, N_q), repeat_heads(v, N_q)
@@ -94,7 +113,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
         v.transpose(1, 2),
         attn_mask=mask,
         dropout_p=attention.dropout,
-        is_causal=causal_rows and S > 1,
+        is_causal=mask is None and causal_rows and L > 1,
         scale=attention.scaling,
         enable_gqa=grouped,
     )
@@ -118,9 +137,13 @@ def flex(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
     cap, bias = attention.softcap, None
     mask: Any = attention.overlay
     if mask is None:
-        mask = _block_mask(attention, q.shape[0], q.shape[1], q.device)
+        mask = _block_mask(attention, q.shape[0], k.shape[1], q.device)
     elif isinstance(mask, Tensor):
+        mask = dense_mask(attention, q.shape[0], k.shape[1], q.device)
         mask, bias = (_blocks_of(mask), None) if mask.dtype == torch.bool else (None, mask)
+    elif attention.queries is not None:
+        mask = _rows_of_blocks(mask, *attention.queries)
+    k, v = seen(k, attention), seen(v, attention)
 
     def score_mod(score, batch, head, query, key):
         if cap is not None:
@@ -162,6 +185,24 @@ def _blocks_of(mask: Tensor):
     return create_block_mask(sees, rows, heads, S, K, device=mask.device)
 
 
+def _rows_of_blocks(mask: Any, first: int, end: int):
+    """The BlockMask of some queries of a BlockMask's rows, made once for all layers."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    cache = masks(mask)
+    if (first, end) not in cache:
+        rows, heads, _, keys = mask.shape
+        sees = mask.mask_mod  # not the mask, which the cache would keep alive
+        device = mask.kv_indices.device
+        offset = torch.full((), first, device=device)  # compiled code is for any tensor, but for one number
+        cache[first, end] = create_block_mask(
+            lambda batch, head, query, key: sees(batch, head, query + offset, key),
+            *(rows, heads, end - first, keys),
+            device=device,
+        )
+    return cache[first, end]
+
+
 def _block_mask(attention: Attention, B: int, S: int, device: torch.device):
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -169,11 +210,15 @@ def _block_mask(attention: Attention, B: int, S: int, device: torch.device):
     if documents is None and padding is None and window is None and not attention.causal:
         return None
     cache = masks(documents.bounds) if documents is not None and padding is None else {}
-    key = ("block", B, S, attention.causal, window)
+    key = ("block", B, S, attention.causal, window, attention.queries)
+    first, end = attention.queries or (0, S)
     if key not in cache:
         document = document_of(documents.bounds, B, S) if documents is not None else None
 
+        offset = torch.full((), first, device=device) if attention.queries is not None else None
+
         def sees(batch, _head, query, key_):
+            query = query if offset is None else query + offset
             result = (query >= key_) if attention.causal else (query == query)
             if window is not None:
                 result = result & ((query - key_).abs() < window)
@@ -184,19 +229,32 @@ def _block_mask(attention: Attention, B: int, S: int, device: torch.device):
             return result
 
         rows = B if document is not None or padding is not None else None
-        cache[key] = create_block_mask(sees, rows, None, S, S, device=device)
+        cache[key] = create_block_mask(sees, rows, None, end - first, attention.keys_seen(S), device=device)
     return cache[key]
 
 
 def _flattened(call: Callable, q: Tensor, k: Tensor, v: Tensor, attention: Attention, *, pad_values: bool) -> Tensor:
-    """Runs a varlen kernel on `(T, N, D)`; pads values to the query's head size if the kernel needs them equal."""
-    B, S, N_q, D = q.shape
-    D_v = v.shape[-1]
+    """Runs a varlen kernel on `(T, N, D)`; pads values to the query's head size if the kernel needs them equal.
+
+    Args:
+        call: `(q, k, v, documents of the queries, documents of the keys) -> out`.
+    """
+    B, L, N_q, D = q.shape
+    S, D_v = k.shape[1], v.shape[-1]
     documents = attention.documents or rows_as_documents(B, S, q.device)
+    of_queries = of_keys = documents
+    if attention.queries is not None:
+        first, end = attention.queries
+        if attention.window is not None and not attention.causal:
+            # A window of both sides is aligned by the last tokens of a document: it needs the queries after these.
+            q = F.pad(q, (0, 0, 0, 0, first, S - end))
+            return _flattened(call, q, k, v, replace(attention, queries=None), pad_values=pad_values)[:, first:end]
+        of_queries, of_keys = parts_of_documents(documents, S, attention)
+        k, v = seen(k, attention), seen(v, attention)
     if pad_values and D_v != D:
         v = F.pad(v, (0, D - D_v))
-    out = call(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), documents)
-    return out[..., :D_v].view(B, S, N_q, D_v)
+    out = call(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), of_queries, of_keys)
+    return out[..., :D_v].view(B, L, N_q, D_v)
 
 
 def _window(attention: Attention) -> tuple[int, int]:
@@ -212,15 +270,15 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tenso
     grouped = k.shape[2] != q.shape[2] and "enable_gqa" in inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"enable_gqa": True} if grouped else {}
 
-    def call(q_TND, k_TND, v_TND, documents):
+    def call(q_TND, k_TND, v_TND, of_queries: Documents, of_keys: Documents):
         return varlen_attn(
             q_TND,
             k_TND,
             v_TND,
-            documents.bounds,
-            documents.bounds,
-            documents.longest,
-            documents.longest,
+            of_queries.bounds,
+            of_keys.bounds,
+            of_queries.longest,
+            of_keys.longest,
             scale=attention.scaling,
             window_size=_window(attention),
             **options,
@@ -232,12 +290,12 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tenso
 def _flash(kernel: Callable[..., Any], attention: Attention, **options: Any) -> Callable[..., Tensor]:
     """A varlen kernel of flash-attn, 2 to 4, called for `attention`."""
 
-    def call(q_TND, k_TND, v_TND, documents):
+    def call(q_TND, k_TND, v_TND, of_queries: Documents, of_keys: Documents):
         arguments = {
-            "cu_seqlens_q": documents.bounds,
-            "cu_seqlens_k": documents.bounds,
-            "max_seqlen_q": documents.longest,
-            "max_seqlen_k": documents.longest,
+            "cu_seqlens_q": of_queries.bounds,
+            "cu_seqlens_k": of_keys.bounds,
+            "max_seqlen_q": of_queries.longest,
+            "max_seqlen_k": of_keys.longest,
             "softmax_scale": attention.scaling,
             "causal": attention.causal,
             "window_size": _window(attention),

@@ -86,25 +86,34 @@ def attending_to_all(model: nn.Module) -> Iterator[nn.Module]:
 
 def mixing_tokens(model: nn.Module) -> list[nn.Module]:
     """The outermost modules that mix tokens of text: attention, or what else takes a mask or owns a convolution, in a layer."""
-    from transformers import PreTrainedModel  # its attention table is that of its layers
+    from transformers import PreTrainedConfig, PreTrainedModel  # its attention table is that of its layers
 
     text_config = model.config.get_text_config(decoder=True)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]  # of transformers
 
     def search(parent: nn.Module) -> Iterator[nn.Module]:
         for child in parent.children():
             config = getattr(child, "config", None)
-            if hasattr(config, "get_text_config") and config.get_text_config(decoder=True) is not text_config:
+            if isinstance(config, PreTrainedConfig) and config.get_text_config(decoder=True) is not text_config:
                 continue  # a tower
             takes_mask = MASK in _parameters(child)
             forwards_mask = any(MASK in _parameters(inner) for inner in child.modules() if inner is not child)
             attends = takes_mask and (_uses_attention_table(type(child)) or not forwards_mask)
-            attends |= any(SDPA in method.__code__.co_names for method in _methods(type(child)))
-            if not isinstance(child, PreTrainedModel) and (attends or _owns_convolution(child)):
+            if not isinstance(child, PreTrainedModel) and (
+                attends or _attends_without_mask(child) or _owns_convolution(child)
+            ):
                 yield child
             else:
                 yield from search(child)
 
     return list(search(model))
+
+
+def _attends_without_mask(module: nn.Module) -> bool:
+    """Whether a module that is given tokens alone calls torch's attention."""
+    required = [
+        one for one in _parameters(module).values() if one.default is one.empty and one.kind is not one.VAR_KEYWORD
+    ]
+    return len(required) == 1 and any(SDPA in method.__code__.co_names for method in _methods(type(module)))
 
 
 def _owns_convolution(module: nn.Module) -> bool:

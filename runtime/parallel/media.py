@@ -32,7 +32,8 @@ from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.tensor_cache import TensorCache
 
 REPLICATED = "patchgen_replicated"
-_HEADS = ("num_heads", "num_attention_heads")
+HEADS = ("num_heads", "num_attention_heads")
+"""The attributes of upstream's attention classes for the number of their query heads."""
 
 
 def mark_replicated(modules: Iterable[object]) -> None:
@@ -163,7 +164,7 @@ def _heads_divide(layers: nn.Module, size: int) -> bool:
         counts = [
             getattr(module, name)
             for module in layers.modules()
-            for name in _HEADS
+            for name in HEADS
             if isinstance(getattr(module, name, None), int)
         ]
         divisible_by[size] = bool(counts) and all(count % size == 0 for count in counts)

@@ -29,7 +29,8 @@ from torch.distributed.tensor import DTensor, Shard
 from patchgen.kernels import choices
 from patchgen.runtime import seams
 from patchgen.runtime.experts_interface import SEAM, named_instead_of_seam
-from patchgen.runtime.parallel import peer_units, undivided
+from patchgen.runtime.parallel import gathered_keys, peer_units, undivided
+from patchgen.runtime.parallel.media import HEADS, is_replicated
 from patchgen.runtime.parallel.sharding import undivided_experts
 from patchgen.runtime.parallel.state import ParallelState
 
@@ -68,7 +69,7 @@ def describe(
     lines = [_title(model, state)]
     if count := getattr(model, peer_units.ATTRIBUTE, 0):
         lines.append(f"  {'shards':<16} {'gathered and summed through peer memory':<64} {count} units of FSDP")
-    for name, users in {**attention_users(model), **users_of_seams}.items():
+    for name, users in {**attention_users(model, state), **users_of_seams}.items():
         modules = ", ".join(f"{count} {label}" for label, count in users.items())
         label = name.partition(":")[0]
         lines.append(f"  {label:<16} {_implementation(name, state):<64} {modules}")
@@ -109,15 +110,34 @@ def seam_users(model: nn.Module) -> dict[str, Counter]:
     return {name: users for name, users in users_by_seam.items() if users}
 
 
-def attention_users(model: nn.Module) -> dict[str, Counter]:
-    """The users of each attention implementation: live modules that look it up in their config."""
+def attention_users(model: nn.Module, state: ParallelState | None) -> dict[str, Counter]:
+    """The users of each attention implementation, and of each way to share a sequence around it: live modules that look it up in
+    their config."""
     users: dict[str, Counter] = {}
     for module in model.modules():
         if attends(module):
             config: Any = module.config
-            name = f"attention:{config._attn_implementation}"
+            name = f"attention:{config._attn_implementation}{_exchange(module, state)}"
             users.setdefault(name, Counter())[_class_name(module)] += 1
     return users
+
+
+def _exchange(module: Any, state: ParallelState | None) -> str:
+    """What the ranks that share a sequence exchange around an attention module, whose number of heads may not be known."""
+    if state is None or state.sp == 1:
+        return ""
+    if is_replicated(module):
+        return " on whole inputs on every rank"
+    heads = next((count for owner in (module, module.config) if (count := _num_heads(owner))), state.sp)
+    blocks = gathered_keys.head_blocks(heads, state.sp)
+    if blocks == state.sp:
+        return f" around an exchange of heads over sp {state.sp}"
+    return f" around an exchange of heads over {blocks} of sp {state.sp}, keys gathered over {state.sp // blocks}"
+
+
+def _num_heads(owner: object) -> int:
+    counts = (getattr(owner, name, None) for name in HEADS)
+    return next((count for count in counts if isinstance(count, int)), 0)
 
 
 def attends(module: nn.Module) -> bool:
@@ -183,8 +203,7 @@ def _title(model: nn.Module, state: ParallelState | None) -> str:
 
 def _implementation(name: str, state: ParallelState | None) -> str:
     if name.startswith("attention:"):
-        exchange = f" around an exchange of heads over sp {state.sp}" if state is not None and state.sp > 1 else ""
-        return name.removeprefix("attention:") + exchange
+        return name.removeprefix("attention:")
     selected = seams.selected()[name]
     if name == "fused_moe" and state is not None and state.ep > 1:
         kernel = "torch" if selected == seams.EAGER else selected

@@ -5,6 +5,8 @@ B batch   S full sequence   s this rank's slice (S / n)   n ranks   N heads   D 
         before                     exchange                  attention
 rank 0  (B, s, N, D) first slice   ----------->   (B, S, N/n, D) first heads
 rank 1  (B, s, N, D) second slice  ----------->   (B, S, N/n, D) second heads
+
+For attention whose heads n does not divide see `gathered_keys.py`.
 """
 
 from __future__ import annotations
@@ -146,7 +148,7 @@ def key_value_repeats(query_heads: int, key_heads: int, size: int, *, where: str
     repeated f times; `f * N_k` must be a multiple of n, and divide `N_q` so that the groups stay aligned.
 
     Raises:
-        ValueError: the number of query heads does not divide by the number of ranks.
+        ValueError: the number of query heads does not divide by the number of ranks, as it must for recurrences.
     """
     if query_heads % size:
         raise ValueError(

@@ -29,7 +29,8 @@ class ParallelState:
             (an even distribution sends `tokens * experts per token / ep`), or None. With it the exchange needs no host sync;
             rows beyond it are dropped and counted.
         head_groups: the number of groups in which attention heads are exchanged, so that the attention of one group
-            overlaps with the exchange of others; lowered to the next number that divides a rank's key heads.
+            overlaps with the exchange of others; lowered to the next number that divides a rank's key heads, to 1 if sp does
+            not divide the query heads.
         router_loss: the tokens over which expert loads are counted: those of a "row", or of the whole step ("global"); see
             `router_loss.py`.
         peers: the buffers through which the ranks of an EP group read from each other; None: tokens travel by all-to-all.

@@ -89,12 +89,12 @@ def read(directory: Path) -> GivenConfig:
         content = json.loads(text)
     except ValueError:
         content = None
-    is_known = isinstance(content, dict) and {*content} <= {"config", "set"}
-    if not is_known or not all(isinstance(values, dict) for values in content.values()):
+    parts = content if isinstance(content, dict) else {"": content}
+    if not {*parts} <= {"config", "set"} or not all(isinstance(values, dict) for values in parts.values()):
         raise ValueError(
             f'{path}: expected {{"config": {{...}}, "set": {{...}}}}, found {text.strip()[:200]}. To fix: delete it.'
         )
-    return GivenConfig(content.get("config", {}), content.get("set", {}))
+    return GivenConfig(parts.get("config", {}), parts.get("set", {}))
 
 
 def of_class(generated_class: type) -> GivenConfig:

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from patchgen.runtime import attention, parallel
 from patchgen.runtime.attention_backends import BACKENDS
+from patchgen.runtime.attention_masks import MaskStructure
 from patchgen.runtime.parallel import ParallelConfig, selfcheck, sequence, sharding
 from patchgen.runtime.parallel.state import ParallelState
 
@@ -102,13 +103,17 @@ def attention_agrees(
 ) -> None:
     """One backend over slices against the same backend over the whole sequence: outputs and all gradients.
 
+    Of the options `with_sinks` draws them, `padded` is the number of tokens of padding at the start of the first row, `overlay`
+    hands in a mask in which some queries see later keys.
+
     Torch has no backward of flex attention on the CPU: there, outputs only.
     """
     differentiable = name != "patchgen_flex_attention"
     size = dist.get_world_size()
     state = state_of(sp=size, head_groups=head_groups)
     N_q, N_k = heads
-    assert sequence.num_head_groups(N_q, N_k, size, head_groups) == expected_groups
+    if N_q % size == 0:
+        assert sequence.num_head_groups(N_q, N_k, size, head_groups) == expected_groups
     D, D_v = head_sizes
     B, S = (1, 24) if packed else (2, 16)
     generator = torch.Generator().manual_seed(0)
@@ -121,6 +126,12 @@ def attention_agrees(
     arguments = dict(options)
     if arguments.pop("with_sinks", False):
         arguments["s_aux"] = normal(N_q)
+    mask: torch.Tensor | MaskStructure | None = None
+    if arguments.pop("overlay", False):
+        mask = torch.ones(S, S, dtype=torch.bool).tril() | (normal(B, 1, S, S) > 1)
+    if padded := arguments.pop("padded", 0):
+        padding = torch.arange(S).expand(B, S) >= torch.tensor([padded] + [0] * (B - 1))[:, None]
+        mask = MaskStructure(definition=None, causal=True, padding=padding)
     if packed:
         arguments |= {"cu_seq_lens_q": torch.tensor([0, 5, 6, 19, 24], dtype=torch.int32), "max_length_q": 13}
     call = attention.attention_function(name, BACKENDS[name])
@@ -129,7 +140,7 @@ def attention_agrees(
         inputs = [t.detach().clone().requires_grad_(differentiable) for t in states]
         extra = {k: v.clone().requires_grad_() if k == "s_aux" else v for k, v in arguments.items()}
         with parallel.using(with_state):
-            out, _ = call(AttentionModule(), *inputs, None, **extra)
+            out, _ = call(AttentionModule(), *inputs, mask, **extra)
         if differentiable:
             (out * weights).sum().backward()
         sink_gradient = extra["s_aux"].grad if "s_aux" in extra else torch.zeros(())
@@ -145,6 +156,27 @@ def attention_agrees(
         require_equal_up_to_rounding(gradient, full.chunk(size, dim=2)[rank])
     dist.all_reduce(sinks)
     require_equal_up_to_rounding(sinks, expected_sinks)
+
+
+def fewer_heads_agree() -> None:
+    """Every number of heads below twice the ranks that these do not divide, and slices of lengths that chunks do not."""
+    size = dist.get_world_size()
+    for N_q in range(1, 2 * size):
+        for N_k in (heads for heads in range(1, N_q + 1) if N_q % heads == 0):
+            if N_q % size:
+                attention_agrees("patchgen_sdpa", (N_q, N_k), (8, 8), packed=True)
+                attention_agrees("patchgen_eager", (N_q, N_k), (8, 4), packed=False, sliding_window=3, with_sinks=True)
+
+
+def one_token_of_each_rank() -> None:
+    """Half of the chunks of one head are empty then."""
+    state = state_of(sp=dist.get_world_size())
+    call = attention.attention_function("patchgen_eager", BACKENDS["patchgen_eager"])
+    q, k, v = (torch.randn(1, 1, state.sp, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    expected = call(AttentionModule(), q, k, v, None)[0]
+    with parallel.using(state):
+        out = call(AttentionModule(), *(t.chunk(state.sp, dim=2)[state.sp_rank] for t in (q, k, v)), None)[0]
+    require_equal_up_to_rounding(out, expected.chunk(state.sp, dim=1)[state.sp_rank])
 
 
 def lengths_of_a_slice_are_refused() -> None:

@@ -40,7 +40,7 @@ def test_it_is_attention_of_its_own_code_in_whose_place_nothing_else_stands(kind
         (
             "recurrent_gemma",
             "RecurrentGemmaForCausalLM",
-            {"RecurrentGemmaSdpaAttention", "RecurrentGemmaRecurrentBlock"},
+            {"RecurrentGemmaRecurrentBlock"},
         ),
         (
             "inkling2_text",
