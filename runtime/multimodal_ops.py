@@ -59,6 +59,23 @@ def local_features(features: Tensor, mask: Tensor) -> Tensor:
     return media.local_features(features, mask, state)
 
 
+def counted_from_the_start(counts: Tensor) -> Tensor:
+    """Counts along the tokens of this rank's slice, as counts along the full sequence.
+
+    Args:
+        counts: `[..., S]`, cumulative sums.
+
+    Returns:
+        `[..., S]`, plus the last counts of the slices before; without sequence parallelism the argument itself.
+    """
+    state = parallel.sequence_parallel_state()
+    if state is None:
+        return counts
+    from patchgen.runtime.parallel import media
+
+    return media.counted_from_the_start(counts, state)
+
+
 def local_levels(levels: Sequence[object], mask: Tensor) -> Sequence[object]:
     """As `local_features` for each level of deepstack features.
 
@@ -67,7 +84,8 @@ def local_levels(levels: Sequence[object], mask: Tensor) -> Sequence[object]:
         mask: as in `local_features`.
 
     Returns:
-        A list with a tuple of one tensor `[F_local, H]` per level; without sequence parallelism the argument itself.
+        A list with a tensor `[F_local, H]` per level, or a tuple of one where a level is a sequence; without sequence parallelism
+        the argument itself.
     """
     state = parallel.sequence_parallel_state()
     if state is None:

@@ -55,6 +55,12 @@ class FillBack(SitePass):
       +         torch_compilable_check(ops.is_sliced() or mask.sum() == image_features.shape[0], 'no match')
                 return mask
 
+            def get_video_mask(self, input_ids):
+      -         began = (input_ids == self.config.video_start_id).cumsum(-1)
+      +         # patchgen: fill_back
+      +         began = ops.counted_from_the_start((input_ids == self.config.video_start_id).cumsum(-1))
+                return (input_ids == self.config.video_token_id) & (began > 0)
+
             def forward(self, input_ids, pixel_values, inputs_embeds):
                 image_features = self.vision_tower(pixel_values).pooler_output
                 mask = self.get_placeholder_mask(input_ids, inputs_embeds, image_features)
@@ -186,23 +192,28 @@ def _scattered(method: FunctionNode, names: set[str]) -> set[str]:
 
 
 def _let_slices_pass(editor: Editor, anatomy: Anatomy, owner: str, method: FunctionNode) -> None:
-    """Disables checks of the number of placeholders against features on a slice of the tokens, where they would fail."""
+    """Disables checks of the number of placeholders against features on a slice of the tokens, where they would fail; counts along
+    the tokens (which span began and has not ended) become those of the full sequence."""
+    tokens = Sources(anatomy, owner).names(method.body, TOKENS & {*parameter_names(method)})
     for node in ast.walk(method):
         match node:
+            case ast.Call(ast.Attribute(counted, "cumsum"), [ast.UnaryOp()]) if method.name != "forward":
+                if tokens & {name.id for name in ast.walk(counted) if isinstance(name, ast.Name)}:
+                    editor.around(node, "ops.counted_from_the_start(", ")")
+                    editor.mark(node)
             case ast.Call() if anatomy.names.is_upstream(node, "torch_compilable_check", local_names(method)):
                 test = arguments(node, ["cond"]).get("cond")
-                if test is not None and _compares_features(anatomy, owner, method, test):
+                if test is not None and _compares_features(tokens, method, test):
                     editor.around(test, "ops.is_sliced() or ")
                     editor.mark(node)
             case ast.If(test, body) if any(isinstance(n, ast.Raise) for s in body for n in ast.walk(s)):
-                if _compares_features(anatomy, owner, method, test):
+                if _compares_features(tokens, method, test):
                     editor.around(test, "not ops.is_sliced() and (", ")")
                     editor.mark(node)
 
 
-def _compares_features(anatomy: Anatomy, owner: str, method: FunctionNode, test: ast.expr) -> bool:
+def _compares_features(tokens: set[str], method: FunctionNode, test: ast.expr) -> bool:
     """Whether a check reads placeholders and features: names computed from the tokens, and names that are not."""
-    tokens = Sources(anatomy, owner).names(method.body, TOKENS & {*parameter_names(method)})
     compared = (node for node in ast.walk(test) if isinstance(node, ast.Compare))
     unset = {part for node in compared if isinstance(node.ops[0], ast.Is | ast.IsNot) for part in ast.walk(node)}
     read = {node.id for node in ast.walk(test) if isinstance(node, ast.Name) and node not in unset}

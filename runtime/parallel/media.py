@@ -200,6 +200,14 @@ def local_features(features: Tensor, mask: Tensor, state: ParallelState) -> Tens
     return torch.cat([rows[start:end] for start, end in spans])
 
 
+def counted_from_the_start(counts: Tensor, state: ParallelState) -> Tensor:
+    """`counts` `(..., s)` plus those of earlier slices; see `ops.counted_from_the_start`."""
+    last = collectives.all_gather(
+        counts[None, ..., -1], state.sp_group, dim=0, operation="count tokens of earlier slices"
+    )
+    return counts + last[: state.sp_rank].sum(dim=0)[..., None]
+
+
 _SPANS = WeakIdKeyDictionary()  # mask -> (placeholders, spans): deepstack reuses one mask
 
 
@@ -226,10 +234,12 @@ def spans_of(by_row: Sequence[Sequence[int]], rank: int) -> list[tuple[int, int]
     return [(ends[index], ends[index + 1]) for index in indices]
 
 
-def local_levels(levels: Iterable[Any], mask: Tensor, state: ParallelState) -> list[tuple[Tensor]]:
+def local_levels(levels: Iterable[Any], mask: Tensor, state: ParallelState) -> list[Tensor | tuple[Tensor]]:
     """`local_features` for each deepstack level; see `ops.local_levels`."""
-    local = []
-    for level in levels:
-        rows = level if isinstance(level, Tensor) else torch.cat(tuple(level), dim=0)
-        local.append((local_features(rows, mask, state),))
-    return local
+
+    def local(level: Any) -> Tensor | tuple[Tensor]:
+        if isinstance(level, Tensor):
+            return local_features(level, mask, state)
+        return (local_features(torch.cat(tuple(level), dim=0), mask, state),)
+
+    return [local(level) for level in levels]

@@ -89,7 +89,7 @@ def read(directory: Path) -> GivenConfig:
         content = json.loads(text)
     except ValueError:
         content = None
-    parts = content if isinstance(content, dict) else {"": content}
+    parts: dict[str, Any] = content if isinstance(content, dict) else {"": content}
     if not {*parts} <= {"config", "set"} or not all(isinstance(values, dict) for values in parts.values()):
         raise ValueError(
             f'{path}: expected {{"config": {{...}}, "set": {{...}}}}, found {text.strip()[:200]}. To fix: delete it.'

@@ -140,3 +140,29 @@ def test_features_in_one_row_of_numbers_are_as_many_rows_as_placeholders(monkeyp
     for wrong in (torch.arange(7.0), torch.ones(5, 2)):
         with pytest.raises(ValueError, match="feature rows for 4 placeholder tokens in the full sequence of 2 ranks"):
             media.local_features(wrong, mask, rank)
+
+
+def test_levels_of_features_keep_their_form(monkeypatch):
+    """A tensor stays one; the tensors of each image become a tuple of one: language models take either."""
+    mask = torch.tensor([[True, False, True]])
+    monkeypatch.setattr(media.collectives, "all_gather", lambda counts, *_, **__: torch.cat([counts, counts]))
+    rows = torch.arange(8.0).view(4, 2)
+    rank = SimpleNamespace(sp=2, sp_rank=1, sp_group=None)
+    whole, by_image = media.local_levels([rows, rows.split(1)], mask, rank)
+    assert torch.equal(whole, rows[2:]) and isinstance(by_image, tuple) and torch.equal(by_image[0], rows[2:])
+
+
+@settings(max_examples=40)
+@given(data=st.data(), rows=st.integers(1, 3), sp=st.sampled_from([2, 4]), s=st.integers(1, 5))
+def test_counts_of_all_slices_are_those_of_the_row(data, rows, sp, s):
+    length = sp * s
+    tokens = torch.tensor(
+        data.draw(st.lists(st.lists(st.booleans(), min_size=length, max_size=length), min_size=rows, max_size=rows))
+    )
+    slices = [part.cumsum(-1) for part in tokens.chunk(sp, dim=1)]
+    last = torch.stack([part[:, -1] for part in slices])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(media.collectives, "all_gather", lambda *_, **__: last)
+        ranks = [SimpleNamespace(sp=sp, sp_rank=number, sp_group=None) for number in range(sp)]
+        counted = [media.counted_from_the_start(part, rank) for part, rank in zip(slices, ranks, strict=True)]
+    assert torch.equal(torch.cat(counted, dim=1), tokens.cumsum(-1))
