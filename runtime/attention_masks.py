@@ -59,7 +59,7 @@ class MaskDefinition:
         if self.state is None:
             return self
         s = self.arguments["q_length"]
-        function = mask_functions.for_full_sequence(self.function, s, self.state, self.padding)
+        function = mask_functions.for_full_sequence(self.function, s, self.state.sp, self.padding)
         sizes = dict.fromkeys(("q_length", "kv_length"), s * self.state.sp)
         return MaskDefinition(
             function, {**self.arguments, **sizes, "attention_mask": self.padding}, None, self.padding
@@ -154,7 +154,8 @@ class MaskStructure:
             )
         D, L = rows.is_token.shape
         sizes = {"batch_size": D, "q_length": L, "kv_length": L, "attention_mask": None}
-        definition = replace(full, arguments={**full.arguments, **sizes}, padding=None)
+        function = mask_functions.for_full_sequence(full.function, L, 1, rows.is_token)
+        definition = MaskDefinition(function, {**full.arguments, **sizes}, None, None)
         plain: dict[str, Any] = {"is_packed": False, "document": None, "cu_seq_lens": None, "padding": None}
         return self._cached("rows", rows.is_token, lambda: replace(self, definition=definition, _built={}, **plain))
 

@@ -37,23 +37,26 @@ class DocumentRows:
     Attributes:
         source_index: `(D, L)`, the index of the token in the flattened packed rows; arbitrary for padding.
         is_token: `(D, L)` bool.
+        row_index: `(B * S,)`, the index of each token in the flattened unpacked rows.
         shape: `(B, S)` of the packed rows.
     """
 
     source_index: Tensor
     is_token: Tensor
+    row_index: Tensor
     shape: tuple[int, int]
 
     @classmethod
     def of(cls, bounds: Tensor, B: int, S: int, *, pads_left: bool = False) -> DocumentRows:
-        """From `cu_seq_lens` over the flattened rows. One host sync."""
+        """From `cu_seq_lens` over the flattened rows. Two host syncs."""
         lengths = bounds.diff()
         starts = bounds[:-1][lengths > 0].long()
         lengths = lengths[lengths > 0]
         longest = int(lengths.max())
         position = torch.arange(longest, device=bounds.device)[None] - (longest - lengths[:, None]) * pads_left
         is_token = (position >= 0) & (position < lengths[:, None])
-        return cls(torch.where(is_token, starts[:, None] + position, 0), is_token, (B, S))
+        source_index = torch.where(is_token, starts[:, None] + position, 0)
+        return cls(source_index, is_token, is_token.view(-1).nonzero()[:, 0], (B, S))
 
     def unpack(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a forward with one document per row; images and sounds are in document order already.
@@ -76,7 +79,7 @@ class DocumentRows:
     def unpack_states(self, states: Tensor) -> Tensor:
         """`(B or 1, S, ...)` with one document per row, `(D, L, ...)`; padding repeats the first token."""
         states = states.expand(*self.shape, *states.shape[2:])
-        return states.flatten(0, 1)[self.source_index]
+        return states.flatten(0, 1).index_select(0, self.source_index.view(-1)).unflatten(0, self.source_index.shape)
 
     def _unpack(self, rule: FieldRule, value: Any) -> Any:
         if rule.pad_scale != 1 or not isinstance(value, Tensor):
@@ -102,4 +105,4 @@ class DocumentRows:
 
     def packed(self, value: Tensor) -> Tensor:
         """Values of each token, from unpacked rows `(D, L, ...)` to packed rows `(B, S, ...)`."""
-        return value[self.is_token].unflatten(0, self.shape)
+        return value.flatten(0, 1).index_select(0, self.row_index).unflatten(0, self.shape)

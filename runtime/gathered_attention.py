@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from patchgen.runtime import model_calls, parallel
-from patchgen.runtime.attention_masks import MaskStructure
+from patchgen.runtime.attention_masks import MaskStructure, UnsupportedError
 from patchgen.runtime.attention_overlays import OVERLAYS
 from patchgen.runtime.document_rows import PACKING, DocumentRows
 from patchgen.runtime.parallel import checkpointing
 from patchgen.runtime.parallel.collectives import gather_rows
-from patchgen.runtime.parallel.media import set_replicated
+from patchgen.runtime.parallel.media import is_replicated, set_replicated
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.tensor_cache import TensorCache
 
@@ -43,13 +43,15 @@ TOKEN_MASKS = ("conv_mask",)
 LAYER_ARGUMENTS = ("encoder_hidden_states", "encoder_attention_mask", "use_cache", "output_attentions")
 """Arguments of a layer that its self-attention does not take: for cross attention, and for what it returns."""
 SDPA = "scaled_dot_product_attention"
-_PREPARED = "patchgen_gathers_for_attention"
+OTHER_SEQUENCES = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
+"""Arguments with tokens of another sequence, to which a module then attends."""
+_WRAPPED = "patchgen_gets_full_sequences"
 
 
 def prepare(model: nn.Module) -> None:
     """Before the first call of `model` on a slice of a sequence, wraps what needs the full sequence."""
     if not hasattr(model, model_calls.GATHERS):
-        setattr(model, model_calls.GATHERS, True)
+        setattr(model, model_calls.GATHERS, None)
         model.register_forward_pre_hook(_wrap_modules)
 
 
@@ -59,34 +61,37 @@ def _wrap_modules(model: nn.Module, arguments: object) -> None:
     Raises:
         ValueError: nothing is known to mix the tokens of a model whose documents get their own rows.
     """
-    state = parallel.current()
-    if state is None or state.sp == 1 or getattr(model, _PREPARED, False):
+    state = parallel.sequence_parallel_state()
+    if state is None or getattr(model, model_calls.GATHERS) is not None or not model_calls.is_outermost(model):
         return
-    setattr(model, _PREPARED, True)
     in_rows = bool(model_calls.separation(model))
-    modules = mixing_tokens(model) if in_rows else list(attending_to_all(model))
+    modules = mixing_tokens(model) if in_rows else attending_to_all(model)
     if in_rows and not modules:
         raise ValueError(model_calls.no_slices(type(model).__name__.removeprefix("FSDP"), state.sp))
+    setattr(model, model_calls.GATHERS, in_rows)
     for module in modules:
-        if not hasattr(module, _PREPARED):
-            setattr(module, _PREPARED, True)
+        if not hasattr(module, _WRAPPED) and not is_replicated(module):
+            setattr(module, _WRAPPED, True)
             set_replicated(module, replicated=True)  # transformers' table gets full queries and keys
             module.forward = partial(_run_on_full_sequence, module, module.forward, in_rows)
 
 
-def attending_to_all(model: nn.Module) -> Iterator[nn.Module]:
+def attending_to_all(model: nn.Module) -> list[nn.Module]:
     """Attention that heads cannot divide: written by hand, or with other keys or biases for each token."""
     selecting = {type(module) for module in model.modules() if _selects_keys(module)}
-    for parent in model.modules():
-        for module in parent.children():
-            # Layers without an indexer take the keys of the layer before.
-            if type(module) in selecting or _is_hand_written(module, parent):
-                yield module
+    # Layers without an indexer take the keys of the layer before.
+    return _outermost(model, lambda module, parent: type(module) in selecting or _is_hand_written(module, parent))
 
 
 def mixing_tokens(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules that mix tokens of text: attention, or what else takes a mask or owns a convolution, in a layer."""
-    from transformers import PreTrainedConfig, PreTrainedModel  # its attention table is that of its layers
+    """What mixes tokens: attention, or what else takes a mask or owns a convolution."""
+    return _outermost(model, lambda module, _: _mixes_tokens(module))
+
+
+def _outermost(model: nn.Module, is_one: Callable[[nn.Module, nn.Module], bool]) -> list[nn.Module]:
+    """The outermost modules, inside layers, that satisfy `is_one(module, parent)`; not in towers, whose config is another one."""
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
     text_config = model.config.get_text_config(decoder=True)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]  # of transformers
 
@@ -94,18 +99,20 @@ def mixing_tokens(model: nn.Module) -> list[nn.Module]:
         for child in parent.children():
             config = getattr(child, "config", None)
             if isinstance(config, PreTrainedConfig) and config.get_text_config(decoder=True) is not text_config:
-                continue  # a tower
-            takes_mask = MASK in _parameters(child)
-            forwards_mask = any(MASK in _parameters(inner) for inner in child.modules() if inner is not child)
-            attends = takes_mask and (_uses_attention_table(type(child)) or not forwards_mask)
-            if not isinstance(child, PreTrainedModel) and (
-                attends or _attends_without_mask(child) or _owns_convolution(child)
-            ):
+                continue
+            if not isinstance(child, PreTrainedModel | GradientCheckpointingLayer) and is_one(child, parent):
                 yield child
             else:
                 yield from search(child)
 
     return list(search(model))
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    takes_mask = MASK in _parameters(module)
+    forwards_mask = any(MASK in _parameters(inner) for inner in module.modules() if inner is not module)
+    attends = takes_mask and (_uses_attention_table(type(module)) or not forwards_mask)
+    return attends or _attends_without_mask(module) or _owns_convolution(module)
 
 
 def _attends_without_mask(module: nn.Module) -> bool:
@@ -188,18 +195,18 @@ def _run_on_full_sequence(module: nn.Module, forward: Callable, in_rows: bool, *
     """Calls a module's forward on the full sequence, with one document of packed rows per row if `in_rows`."""
     names = tuple(_parameters(module))
     arguments = dict(zip(names, args, strict=False)) | kwargs
-    state = parallel.sequence_parallel_state()
     masks = [mask for mask in tree_leaves(arguments.get(MASK)) if isinstance(mask, MaskStructure)]
-    of_tokens = [name for name in names if name in TOKEN_MASKS or (name == MASK and in_rows and not masks)]
-    if state is None or any(mask.definition.state is None for mask in masks) or not (masks or in_rows):
+    state = masks[0].definition.state if masks else parallel.sequence_parallel_state()
+    if state is None:
         return forward(*args, **kwargs)
     bounds = checkpointing.remember(model_calls.bounds_of_call)
     tokens_BsH = arguments[names[0]]
+    of_tokens = [name for name in names if name in TOKEN_MASKS or (name == MASK and in_rows and not masks)]
+    dims = _token_dims(module, arguments, of_tokens)
     absent = [name for name in of_tokens if arguments.get(name) is None]  # of a slice without padding, not of others
     for name in of_tokens:
         ones_Bs = tokens_BsH.new_ones(tokens_BsH.shape[:2], dtype=torch.bool)
         arguments[name] = ones_Bs if name in absent or bounds is not None else arguments[name].bool()
-    dims = SEQUENCE_DIMS | {name: 1 for name in names if _has_vectors(arguments.get(name), tokens_BsH)}
     arguments |= _gathered(arguments, dims, state)
     arguments |= {name: None for name in absent if bounds is not None or bool(arguments[name].all())}
     rows = None
@@ -217,7 +224,34 @@ def _run_on_full_sequence(module: nn.Module, forward: Callable, in_rows: bool, *
     packed_BSH = first if rows is None else rows.packed(first)
     s = packed_BSH.shape[1] // state.sp
     local_BsH = packed_BSH.narrow(1, state.sp_rank * s, s)
-    return (local_BsH, *others) if isinstance(output, tuple | list) else local_BsH
+    return type(output)((local_BsH, *others)) if isinstance(output, tuple | list) else local_BsH
+
+
+def _token_dims(module: nn.Module, arguments: dict[str, Any], of_tokens: list[str]) -> dict[str, int]:
+    """The arguments with an entry for each token of the slice -> that dimension: the same on every rank.
+
+    These are arguments known by their names, tensors `(B, s, H)` that every call must pass, and masks of tokens.
+
+    Raises:
+        UnsupportedError: another argument is of this slice, or of another sequence.
+    """
+    parameters = _parameters(module)
+    B, s = arguments[next(iter(parameters))].shape[:2]
+    tensors = {name: arguments[name] for name in parameters if isinstance(arguments.get(name), Tensor)}
+    required = [name for name in tensors if parameters[name].default is inspect.Parameter.empty and name != MASK]
+    vectors = [name for name in required if tensors[name].ndim == 3 and tensors[name].shape[:2] == (B, s)]
+    for name, tensor in tensors.items():
+        if name in of_tokens:
+            is_known = tensor.shape == (B, s)
+        else:  # what has the full length is of such a module in a layer before
+            is_slice = name == MASK or name in OTHER_SEQUENCES or (tensor.ndim == 3 and tensor.shape[:2] == (B, s))
+            is_known = name in (*SEQUENCE_DIMS, *vectors) or not is_slice
+        if not is_known:
+            raise UnsupportedError(
+                f"{type(module).__name__} is computed on the full sequence, but its {name} {tuple(tensor.shape)} is of this "
+                f"rank's slice of {s} tokens, or of another sequence. Train this model with sp=1."
+            )
+    return SEQUENCE_DIMS | dict.fromkeys((*vectors, *of_tokens), 1)
 
 
 def _converted(mask: Any, *, rows: DocumentRows | None, padding: Tensor | None) -> Any:
@@ -231,11 +265,6 @@ def _rows_of(bounds: Tensor, B: int, S: int) -> DocumentRows:
     if (B, S) not in _ROWS(bounds):
         _ROWS(bounds)[B, S] = DocumentRows.of(bounds, B, S)
     return _ROWS(bounds)[B, S]
-
-
-def _has_vectors(value: object, tokens_BsH: Tensor) -> bool:
-    """Whether an argument has a vector, or a mask's value, for each token."""
-    return isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == tokens_BsH.shape[:2]
 
 
 def _gathered(arguments: dict[str, Any], dims: dict[str, int], state: ParallelState) -> dict[str, Any]:

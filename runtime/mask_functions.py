@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchgen.runtime.parallel.state import ParallelState
-
 NO_BLOCK = -1
 """Upstream's block index of a token that belongs to no image."""
 
@@ -34,11 +32,11 @@ def condition_names(mask_function: Callable) -> list[str]:
     return [outer]
 
 
-def for_full_sequence(mask_function: Callable, s: int, state: ParallelState, padding: Tensor | None) -> Callable:
+def for_full_sequence(mask_function: Callable, s: int, sp: int, padding: Tensor | None) -> Callable:
     """A mask function for the full sequence, without the packing that upstream found in a slice of the position ids.
 
     Args:
-        s: the tokens of a slice.
+        s: the tokens of a slice, of which `sp` are a sequence.
         padding: `(B, S)` bool of the full sequence, False for padding; None: no padding. Chunks begin after the padding on
             the left, which upstream counted in the slice.
 
@@ -50,25 +48,25 @@ def for_full_sequence(mask_function: Callable, s: int, state: ParallelState, pad
     outer, inner = _factory(mask_function)
     if outer in ("and_masks", "or_masks"):
         joined = [
-            for_full_sequence(part, s, state, padding)
+            for_full_sequence(part, s, sp, padding)
             for part in inner["mask_functions"]
             if not part.__qualname__.startswith("packed_sequence_mask_function")
         ]
         return joined[0] if len(joined) == 1 else (and_masks if outer == "and_masks" else or_masks)(*joined)
     if outer == "remap_positions_for_packed_sequence":
-        return for_full_sequence(inner["mask_function"], s, state, padding)
+        return for_full_sequence(inner["mask_function"], s, sp, padding)
     if outer == "chunked_overlay":
         left_padding = inner["left_padding"] * 0 if padding is None else (padding.cumsum(-1) == 0).sum(-1)
         return chunked_overlay(inner["chunk_size"], left_padding)
     for name, value in inner.items():
         if inspect.isfunction(value):
-            for_full_sequence(value, s, state, padding)
-        elif isinstance(value, Tensor) and value.ndim > 1 and value.shape[-1] < s * state.sp:
+            for_full_sequence(value, s, sp, padding)
+        elif isinstance(value, Tensor) and value.ndim > 1 and value.shape[-1] < s * sp:
             if outer == "blockwise_overlay" and bool((value == NO_BLOCK).all()):  # a batch without token types
-                return blockwise_overlay(value.new_full((*value.shape[:-1], s * state.sp), NO_BLOCK))
+                return blockwise_overlay(value.new_full((*value.shape[:-1], s * sp), NO_BLOCK))
             raise ValueError(
                 f"The mask '{outer}' looks up {name} of {value.shape[-1]} tokens, but the sequence has "
-                f"{s * state.sp} over {state.sp} ranks: its input (token types, ...) must cover the full sequence, not a "
+                f"{s * sp} over {sp} ranks: its input (token types, ...) must cover the full sequence, not a "
                 "slice (runtime.parallel.batch.slice_batch does not slice it)."
             )
     return mask_function

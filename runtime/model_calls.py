@@ -72,9 +72,9 @@ _RUNNING = _Running()
 _SAW_PACKED_ROWS = threading.Event()  # whether the last model that mixed tokens had packed rows
 _NOTED = "patchgen_notes_calls"
 _SEPARATES = "patchgen_separates_documents"
-GATHERS = (
-    "patchgen_gathers_sequences"  # on a model whose attention is given full sequences, see `gathered_attention.py`
-)
+GATHERS = "patchgen_gathers_in_rows"
+"""On a model whose attention is given full sequences (`gathered_attention.py`): None before its first call on a slice, then whether
+it is given one document per row."""
 
 
 def note_calls(model: nn.Module) -> None:
@@ -89,8 +89,17 @@ def separate_documents(model: nn.Module, separated: DocumentSeparation = True) -
     """Computes each document of packed rows in its own row from now on, or not; see `document_rows`.
 
     For models that take no document bounds, where documents would see each other. On a slice of a sequence only what mixes
-    tokens gets such rows. Models of which nothing was decided do as the proof of their file says.
+    tokens gets such rows, which `selfcheck.require_sliceable` compares. Models of which nothing was decided do as the proof of
+    their file says, and are refused on slices.
+
+    Raises:
+        RuntimeError: the model was called on a slice of a sequence, decided otherwise.
     """
+    if getattr(model, GATHERS, None) not in (None, bool(separated)):
+        raise RuntimeError(
+            f"{type(model).__name__} was called on a slice of a sequence before separate_documents(model, {separated!r}). To fix: "
+            "decide before the first call."
+        )
     note_calls(model)
     setattr(model, _SEPARATES, separated)
 
@@ -116,6 +125,11 @@ def takes_documents(model_class: type[nn.Module]) -> bool:
     """Whether a model's forward takes document bounds, by name or as keyword arguments."""
     names, has_kwargs = _parameters(model_class)
     return has_kwargs or BOUNDS in names
+
+
+def is_outermost(model: nn.Module) -> bool:
+    """Whether a model, whose call is running, is not called by another."""
+    return not _RUNNING.calls or _RUNNING.calls[0].module is model
 
 
 def extra_inputs() -> Mapping[str, Any]:
@@ -235,9 +249,10 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
             inputs[POSITIONS] = positions
         is_packed = inputs.get(BOUNDS) is not None
         separated = separation(module, is_packed=is_packed)
-        if separated and (separated == LEFT or not hasattr(module, GATHERS)):
+        if separated and (separated == LEFT or not hasattr(module, GATHERS) or not hasattr(module, _SEPARATES)):
             _require_full_sequence(module)
         if separated and is_packed and parallel.sequence_parallel_state() is not None:
+            _require_no_mask(module, inputs)
             bounds, args = inputs[BOUNDS], ()
             inputs = {name: value for name, value in inputs.items() if name not in PACKING}
         elif separated and is_packed:
@@ -322,11 +337,15 @@ def no_slices(name: str, sp: int) -> str:
     )
 
 
-def _document_rows(module: nn.Module, inputs: dict[str, Any], *, is_left: bool) -> DocumentRows:
+def _require_no_mask(module: nn.Module, inputs: dict[str, Any]) -> None:
     if inputs.get(MASK) is not None:
         raise ValueError(
             f"{type(module).__name__} got both {BOUNDS} and a padding mask: a packed batch has no padding."
         )
+
+
+def _document_rows(module: nn.Module, inputs: dict[str, Any], *, is_left: bool) -> DocumentRows:
+    _require_no_mask(module, inputs)
     tokens = _tokens(inputs)
     if tokens is None:
         raise ValueError(f"{type(module).__name__} got {BOUNDS} without input_ids or inputs_embeds.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,15 +26,31 @@ def test_attention_written_by_hand_agrees_with_upstream_on_one_rank(two_ranks, t
 GENERATED = Path(__file__).parents[2] / "generated_models"
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
-def test_attention_that_selects_its_keys_agrees_with_upstream_on_one_rank(two_ranks, tmp_path, name):
-    """An indexer in each layer, and layers that take the keys of the layer before."""
+@pytest.mark.parametrize(
+    ("name", "head", "in_rows"),
+    [
+        ("deepseek_v32", "DeepseekV32ForCausalLM", False),  # an indexer in each layer
+        ("glm_moe_dsa", "GlmMoeDsaForCausalLM", False),  # layers that take the keys of the layer before
+        ("inkling_text", "InklingForCausalLM", False),  # a bias for each token
+        ("deepseek_v4", "DeepseekV4ForCausalLM", True),  # keys compressed by blocks of a row
+        ("zaya", "ZayaForCausalLM", True),  # a convolution without bounds
+        (
+            "inkling2_text",
+            "Inkling2ForCausalLM",
+            True,
+        ),  # keys and values of other hidden states, convolutions beside attention
+        pytest.param("recurrent_gemma", "RecurrentGemmaForCausalLM", True, marks=pytest.mark.slow),
+        pytest.param("minimax", "MiniMaxForCausalLM", True, marks=pytest.mark.slow),
+        pytest.param("minimax_m3_vl_text", "MiniMaxM3VLForCausalLM", True, marks=pytest.mark.slow),
+    ],
+)
+def test_attention_that_heads_cannot_divide_agrees_with_upstream_on_one_rank(two_ranks, tmp_path, name, head, in_rows):
+    """Loss and every gradient, plain and packed."""
     folder = GENERATED / name
     if not folder.is_dir():
         folder = tmp_path / name
         provenance.write(pipeline.generate(upstream.load(name)), folder)
-    head = {"deepseek_v32": "DeepseekV32ForCausalLM", "glm_moe_dsa": "GlmMoeDsaForCausalLM"}[name]
-    row, _ = two_ranks.run(compare, folder, head, TWO_RANKS["sp2"])
+    row, _ = two_ranks.run(partial(compare, separates=in_rows), folder, head, TWO_RANKS["sp2"])
     assert row.get("reason", "") == "" and max(row["gradients"], row["packed_gradients"]) < 1e-4, row
 
 

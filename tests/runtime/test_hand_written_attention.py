@@ -71,13 +71,13 @@ def test_chunks_begin_where_the_padding_in_front_of_the_whole_row_ends():
     expected = _drawn(chunked_causal_mask_function(3, in_front), 3, 8)
     for own in padding.chunk(2, dim=1):
         of_slice = chunked_causal_mask_function(3, (own.cumsum(-1) == 0).sum(-1))
-        got = mask_functions.for_full_sequence(of_slice, 4, TWO, padding)
+        got = mask_functions.for_full_sequence(of_slice, 4, TWO.sp, padding)
         assert torch.equal(_drawn(got, 3, 8), expected)
 
 
 def test_tokens_of_no_image_are_in_no_block_of_the_whole_and_others_must_be_told_whole():
     none = torch.full((1, 4), -1)
-    whole = mask_functions.for_full_sequence(blockwise_overlay(none), 4, TWO, None)
+    whole = mask_functions.for_full_sequence(blockwise_overlay(none), 4, TWO.sp, None)
     assert not _drawn(whole, 1, 8).any()
     with pytest.raises(ValueError, match="looks up block_sequence_ids of 4 tokens, but the sequence has 8 over 2"):
-        mask_functions.for_full_sequence(blockwise_overlay(torch.tensor([[-1, 0, 0, -1]])), 4, TWO, None)
+        mask_functions.for_full_sequence(blockwise_overlay(torch.tensor([[-1, 0, 0, -1]])), 4, TWO.sp, None)
