@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from patchgen import pipeline, provenance, upstream
-from patchgen.runtime import gathered_attention
+from patchgen.runtime import attention, gathered_attention, parallel
 from patchgen.runtime.verify.layout import TWO_RANKS
+from patchgen.runtime.verify.slices import fake_rank
+from patchgen.runtime.verify.small_config import small_config
 from patchgen.runtime.verify.two_ranks import compare
 
 
@@ -87,3 +91,44 @@ def test_an_indexer_of_an_attention_is_no_attention_of_its_own():
     assert not gathered_attention._is_hand_written(attention.indexer, attention)
     assert gathered_attention._is_hand_written(attention.indexer, nn.ModuleList([attention.indexer]))
     assert gathered_attention._selects_keys(attention) and not gathered_attention._selects_keys(attention.indexer)
+
+
+def test_a_mask_that_the_caller_draws_for_a_slice_is_refused():
+    """Before anything is sent: in torch's fake group."""
+    attention.register()
+    module = importlib.import_module("transformers.models.deepseek_v32.modeling_deepseek_v32")
+    model = module.DeepseekV32ForCausalLM._from_config(
+        small_config("deepseek_v32").config, attn_implementation="patchgen_eager"
+    )
+    ids, mask = torch.ones(1, 8, dtype=torch.long), torch.zeros(1, 1, 8, 8)
+    refusal = r"DeepseekV32Attention is computed on the full sequence, but its attention_mask \(1, 1, 8, 8\)"
+    with fake_rank() as state, parallel.using(state), pytest.raises(attention.UnsupportedError, match=refusal):
+        model(input_ids=ids, attention_mask=mask, use_cache=False)
+
+
+class Mixer(nn.Module):
+    def forward(
+        self, hidden_states, key_hidden_states, table, states=None, conv_mask=None, encoder_hidden_states=None
+    ):
+        return hidden_states
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("states", (2, 5, 8)), ("encoder_hidden_states", (2, 7, 8)), ("conv_mask", (2, 1, 5, 5))],
+)
+def test_what_one_rank_may_lack_is_not_gathered(name, shape):
+    """Else ranks would wait for each other. Tensors that every call passes, and masks of tokens, are."""
+    required = {
+        "hidden_states": torch.ones(2, 5, 8),
+        "key_hidden_states": torch.ones(2, 5, 6),
+        "table": torch.ones(2, 9),
+    }
+    known = required | {
+        "conv_mask": torch.ones(2, 5),
+        "states": torch.ones(2, 10, 8),
+    }  # of the full length: made in a layer before
+    dims = gathered_attention._token_dims(Mixer(), known, ["conv_mask"])
+    assert {key for key in dims if key in known} == {"hidden_states", "key_hidden_states", "conv_mask"}
+    with pytest.raises(attention.UnsupportedError, match=f"Mixer is computed on the full sequence, but its {name}"):
+        gathered_attention._token_dims(Mixer(), required | {name: torch.ones(shape)}, ["conv_mask"])

@@ -171,16 +171,39 @@ def test_what_a_proof_says_of_documents_holds_without_a_recipe(name, built_by, n
     assert (found - alone).abs().max() < ROUNDING * alone.abs().max()
 
 
-def test_what_a_proof_says_of_documents_holds_on_slices_of_upstreams_attention():
-    """Which is given no full sequences; in the words of the recipe's refusal."""
+@pytest.mark.parametrize(("built_by", "name_of_attention"), [("class", "patchgen_eager"), ("registry", "eager")])
+def test_what_a_proof_says_of_documents_is_refused_on_slices(built_by, name_of_attention):
+    """In the words of the recipe's refusal: where nothing was decided for the model nobody compares slices, and upstream's attention
+    is given no full sequences."""
     attention.register()
-    model = registry.build_model(small_config("deepseek_v4").config, attn_implementation="eager")
+    config = small_config("deepseek_v4").config
+    make = registry.find_head(config)._from_config if built_by == "class" else registry.build_model
+    model = make(config, attn_implementation=name_of_attention)
     positions = torch.arange(16)[None] % 5
     with fake_rank() as state, parallel.using(state):
         batch = slice_batch({"input_ids": torch.ones_like(positions), "position_ids": positions}, sp=2, sp_rank=0)
         with pytest.raises(ValueError) as refusal:
             model(**batch)
     assert str(refusal.value) == model_calls.no_slices("DeepseekV4ForCausalLM", 2)
+
+
+def test_on_slices_a_decision_is_made_before_the_first_call_and_padding_is_refused():
+    attention.register()
+    config = small_config("gpt_neo").config
+    cls = importlib.import_module("transformers.models.gpt_neo.modeling_gpt_neo").GPTNeoForCausalLM
+    model = cls._from_config(config, attn_implementation="patchgen_eager")
+    model_calls.separate_documents(model)
+    positions = torch.arange(16)[None] % 5
+    with fake_rank() as state, parallel.using(state), torch.no_grad():
+        batch = slice_batch({"input_ids": torch.ones_like(positions), "position_ids": positions}, sp=2, sp_rank=0)
+        with pytest.raises(ValueError, match="GPTNeoForCausalLM got both cu_seq_lens_q and a padding mask"):
+            model(**batch, attention_mask=torch.ones(1, 8))
+        model(**batch)
+        model_calls.separate_documents(model)
+        with pytest.raises(
+            RuntimeError, match="was called on a slice of a sequence before separate_documents.model, False"
+        ):
+            model_calls.separate_documents(model, False)
 
 
 def test_a_decision_outweighs_the_proof():
