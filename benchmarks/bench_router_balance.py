@@ -75,6 +75,11 @@ WIDE_CASES: dict[str, dict[str, dict[str, object]]] = {
     "deepseek_v3": {
         "none": {"train.router_balance": "none"},
         "bias, by sign, rate 0.003": {"train.router_balance": "bias", "train.router_bias": {"rate": 0.003}},
+        "bias, by sign, rate 0.03": {"train.router_balance": "bias", "train.router_bias": {"rate": 0.03}},
+        "bias, by size, rate 0.02": {
+            "train.router_balance": "bias",
+            "train.router_bias": {"rate": 0.02, "by": "size"},
+        },
     },
 }
 
@@ -108,6 +113,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--commit", required=True, help="of the code that runs")
     parser.add_argument("--model", choices=CASES, help="only this one's cases")
+    parser.add_argument("--balance", default="", help="only cases with these words in their name")
     parser.add_argument("--wide", action="store_true", help="three layers of Qwen3-30B-A3B's width, on a GPU")
     options = parser.parse_args()
     device = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
@@ -116,6 +122,8 @@ def main() -> None:
         if options.model not in (None, model_type):
             continue
         for name, settings in cases.items():
+            if options.balance not in name:
+                continue
             with tempfile.TemporaryDirectory() as folder:
                 found = measure(model_type, settings, options.steps, Path(folder) / "run", wide=options.wide)
             row = {"model": model_type, "balance": name, "steps": options.steps, **found}
