@@ -80,6 +80,7 @@ WIDE_CASES: dict[str, dict[str, dict[str, object]]] = {
             "train.router_balance": "bias",
             "train.router_bias": {"rate": 0.02, "by": "size"},
         },
+        "bias, by size, rate 0.1": {"train.router_balance": "bias", "train.router_bias": {"rate": 0.1, "by": "size"}},
     },
 }
 
