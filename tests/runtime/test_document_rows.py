@@ -173,8 +173,8 @@ def test_what_a_proof_says_of_documents_holds_without_a_recipe(name, built_by, n
 
 @pytest.mark.parametrize(("built_by", "name_of_attention"), [("class", "patchgen_eager"), ("registry", "eager")])
 def test_what_a_proof_says_of_documents_is_refused_on_slices(built_by, name_of_attention):
-    """In the words of the recipe's refusal: where nothing was decided for the model nobody compares slices, and upstream's attention
-    is given no full sequences."""
+    """In the words of the recipe's refusal: where nothing was decided for the model nobody compares slices, and upstream's
+    attention is given no full sequences."""
     attention.register()
     config = small_config("deepseek_v4").config
     make = registry.find_head(config)._from_config if built_by == "class" else registry.build_model
