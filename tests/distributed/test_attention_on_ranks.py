@@ -16,8 +16,8 @@ def test_positions_are_those_of_each_document_alone(kind, head, two_ranks):
 @pytest.mark.parametrize(
     ("kind", "head", "module"),
     [
-        ("bloom", "BloomForCausalLM", "BloomAttention"),
-        ("deepseek_v32", "DeepseekV32ForCausalLM", "DeepseekV32Attention"),
+        ("mpt", "MptForCausalLM", "MptModel"),
+        ("mvp", "MvpForCausalLM", "MvpAttention"),
     ],
 )
 def test_attention_by_own_code_refuses_a_slice(kind, head, module, two_ranks):

@@ -141,15 +141,15 @@ def test_a_loss_that_is_no_sum_of_shares_is_refused_before_any_rank(home, tmp_pa
 
 
 def test_attention_that_cannot_be_sliced_is_refused_before_any_rank(home, tmp_path, monkeypatch):
-    """Bloom attends by its own code, which reads the whole mask."""
+    """MPT computes its biases from the whole mask, in the model."""
     folder = tmp_path / "generated"
-    provenance.write(pipeline.generate(upstream.load("bloom")), folder / "bloom")
+    provenance.write(pipeline.generate(upstream.load("mpt")), folder / "mpt")
     monkeypatch.setattr(registry, "find_head", functools.partial(registry.find_head, directory=folder))
     decided = preflight.Preflight(verdict.PROVEN, "", "patchgen_sdpa")
     monkeypatch.setattr(preflight, "_decide", lambda *arguments, **options: (decided, ()))
-    recipe = recipe_of("bloom", tmp_path / "run")
+    recipe = recipe_of("mpt", tmp_path / "run")
     preflight.decide_trainable(from_dict(recipe))
-    with pytest.raises(RecipeError, match=r"parallel\.sp = 2: 'bloom': BloomAttention uses its mask as a tensor"):
+    with pytest.raises(RecipeError, match=r"parallel\.sp = 2: 'mpt': MptModel uses its mask as a tensor"):
         preflight.decide_trainable(from_dict(recipe | {"parallel": {"sp": 2}}))
 
 
