@@ -58,18 +58,18 @@ class Causal(nn.Module):
     is_causal = True
 
 
-def attend(what: str, q: Tensor, k: Tensor, v: Tensor, state: ParallelState) -> Tensor:
+def attend(what: str, states_BsND: list[Tensor], state: ParallelState) -> Tensor:
     """`(B, s, N, D)` of this rank -> `(B, s, N_q, D)`."""
     function, module = attention.attention_function("auto", None), Causal()
+    q, k, v = states_BsND
     if what == "whole":
-        S, s = q.shape[1] * state.sp, q.shape[1]
+        s = q.shape[1]
         q, k, v = (
             gather_rows(states.transpose(0, 1).contiguous(), state.sp_group, operation="gather").transpose(0, 1)
             for states in (q, k, v)
         )
         with parallel.using(None):
             out = function(module, *(states.transpose(1, 2) for states in (q, k, v)), None)[0]
-        assert out.shape[1] == S
         return out[:, state.sp_rank * s :][:, :s]
     with parallel.using(state), _blocks(1 if what == "keys" else None):
         return function(module, *(states.transpose(1, 2) for states in (q, k, v)), None)[0]
@@ -117,7 +117,7 @@ def measure(
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         started = time.perf_counter()
-        out = attend(what, *leaves, state)
+        out = attend(what, leaves, state)
         wait()
         middle = time.perf_counter()
         out.backward(upstream)
@@ -130,7 +130,7 @@ def measure(
     figures = dict(zip(figures, (round(value, 3) for value in slowest.tolist()), strict=True))
     if is_cuda:
         figures["peak MiB"] = round((torch.cuda.max_memory_allocated() - before) / 2**20)
-    return figures, [out.detach(), *(leaf.grad for leaf in leaves)]
+    return figures, [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
 def rows_of(heads: tuple[int, int], tokens: int, state: ParallelState, device: str, repeats: int) -> Iterator[dict]:
