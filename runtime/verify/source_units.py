@@ -1,0 +1,216 @@
+"""A hash of the code that a process has run, of the sources as they are now: equal as long as a proof would run the same code.
+
+A module is divided into units: each function and method; each constant; each class without its methods' code; functions that Triton
+compiles; and the statements that remain. A proof depends on
+
+    the functions that it called (`executed_code.py`)
+    the classes whose methods these are
+    the constants, classes and compiled functions whose names any of these mentions, in whatever module they are
+    the remaining statements of every module that was imported
+
+and on where the names that they mention are imported from. So an edit of another function, a new one, comments, docstrings and the
+order of definitions change no hash. Sources are parsed, not imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from patchgen import executed_code
+from patchgen.runtime.code_hash import short_hash, symbol_hash, without_docstrings
+
+ROOT = Path(__file__).parents[2]
+"""The folder of the package whose sources are read."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of a module.
+
+    Attributes:
+        hash: of its code, and of where the names that it uses are imported from.
+        mentions: the names in it, of variables and attributes.
+    """
+
+    hash: str
+    mentions: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Module:
+    """The units of a module by their names in it.
+
+    Attributes:
+        rest: the statements that are no unit.
+        named: constants, classes and functions that are compiled from their source: what a mention of their names needs.
+        aliases: name -> the one by which a name of another module is imported here.
+    """
+
+    rest: Unit
+    functions: dict[str, Unit] = field(default_factory=dict)
+    named: dict[str, Unit] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+
+def hash_of(functions: Iterable[str]) -> str:
+    """The hash of what was run, `executed_code.functions()`, in the sources of now. A function that is gone changes it."""
+    hashes: set[str] = set()
+    names: set[str] = set()
+    for module_name, entry in _expanded(functions):
+        module = _module(module_name)
+        if module is None:
+            hashes.add(f"{module_name} is gone")
+            continue
+        owner = entry.rpartition(".")[0]
+        for kind, unit in (("", module.rest if not entry else module.functions.get(entry)), ("class ", module.named.get(owner))):
+            if unit is not None:
+                hashes.add(f"{module_name}:{kind}{entry if not kind else owner} {unit.hash}")
+                names |= unit.mentions
+            elif not kind:
+                hashes.add(f"{module_name}:{entry} is gone")
+    return short_hash(*sorted(hashes | _of_names(frozenset(names))))
+
+
+def _expanded(functions: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Module and function of each entry; the remaining statements of a module as "", and `*` as all that it has."""
+    for module_name, _, entry in (name.partition(":") for name in functions):
+        if entry != executed_code.ALL:
+            yield module_name, entry
+            continue
+        yield module_name, ""
+        module = _module(module_name)
+        for name in module.functions if module is not None else ():
+            yield module_name, name
+
+
+def _of_names(names: frozenset[str]) -> set[str]:
+    """The units that these names can mean, and those that the names in these can."""
+    table = _named()
+    found: set[str] = set()
+    waiting, seen = set(names), set[str]()
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        for place, unit in table.get(name, ()):
+            if place not in found:
+                found.add(place)
+                waiting |= unit.mentions - seen
+    return found
+
+
+@functools.cache
+def _named() -> dict[str, list[tuple[str, Unit]]]:
+    """What a name can mean in any module that is recorded: (place and hash, unit)."""
+    table: dict[str, list[tuple[str, Unit]]] = {}
+    modules = {name: module for name in _recorded_modules() if (module := _module(name)) is not None}
+    for module_name, module in modules.items():
+        for name, unit in module.named.items():
+            entry = (f"{module_name}:{name} {unit.hash}", unit)
+            table.setdefault(name.rpartition(".")[2], []).append(entry)
+    for module in modules.values():
+        for alias, name in module.aliases.items():
+            table.setdefault(alias, []).append(("", Unit("", frozenset({name}))))
+    return table
+
+
+def _recorded_modules() -> list[str]:
+    paths = (path.relative_to(ROOT.parent).with_suffix("") for path in sorted(ROOT.rglob("*.py")))
+    names = (".".join(path.parts).removesuffix(".__init__") for path in paths)
+    return [name for name in names if executed_code.is_recorded(name)]
+
+
+@functools.cache
+def _module(name: str) -> Module | None:
+    """The units of a module; None if it is gone."""
+    base = ROOT.joinpath(*name.split(".")[1:])
+    path = next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
+    if path is None:
+        return None
+    return read(path.read_text(encoding="utf-8"), name, is_package=path.name == "__init__.py")
+
+
+# ---------------------------------------------------------------------------------------------------- units
+
+
+def read(text: str, name: str, *, is_package: bool = False) -> Module:
+    """The units of a module's source."""
+    tree = without_docstrings(ast.parse(text))
+    imports = _imports(tree, name if is_package else name.rpartition(".")[0])
+    functions, named = dict[str, Unit](), dict[str, Unit]()
+    for qualified, function in executed_code.units(tree):
+        (named if executed_code.is_read_as_source(function) else functions)[qualified] = _unit([function], imports)
+    rest: list[ast.stmt] = []
+    for statement in _executed(tree.body):
+        if isinstance(statement, ast.ClassDef):
+            named |= _classes(statement, imports)
+        elif target := _constant(statement):
+            before = named.get(target)
+            unit = _unit([statement], imports)
+            named[target] = unit if before is None else Unit(before.hash + unit.hash, before.mentions | unit.mentions)
+        elif not isinstance(statement, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef):
+            rest.append(statement)
+    decorated = [function for _, function in executed_code.units(tree) if function.decorator_list]
+    rest += [ast.Expr(decorator) for function in decorated for decorator in function.decorator_list]
+    aliases = {alias: target.rpartition(".")[2] for alias, target in imports.items() if target.rpartition(".")[2] != alias}
+    return Module(_unit(rest, imports), functions, named, aliases)
+
+
+def _classes(node: ast.ClassDef, imports: dict[str, str], prefix: str = "") -> dict[str, Unit]:
+    """A class and those in it: bases, decorators, fields, and the names of methods, without their code."""
+    found: dict[str, Unit] = {}
+    body: list[ast.stmt] = []
+    for statement in node.body:
+        if isinstance(statement, ast.ClassDef):
+            found |= _classes(statement, imports, f"{prefix}{node.name}.")
+            body.append(ast.Expr(ast.Name(statement.name)))
+        elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            body.append(ast.Expr(ast.Constant(statement.name)))
+        else:
+            body.append(statement)
+    shell = ast.ClassDef(node.name, node.bases, node.keywords, body, node.decorator_list)
+    return {**found, prefix + node.name: _unit([shell], imports)}
+
+
+def _unit(statements: list[ast.stmt], imports: dict[str, str]) -> Unit:
+    """Some statements together."""
+    nodes = [node for statement in statements for node in ast.walk(statement)]
+    variables = {node.id for node in nodes if isinstance(node, ast.Name)}
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    origins = [f"{name}={imports[name]}" for name in sorted(variables & imports.keys())]
+    return Unit(short_hash(*map(symbol_hash, statements), *origins), frozenset(variables | attributes))
+
+
+def _constant(statement: ast.stmt) -> str | None:
+    """The name that a statement gives a value, if that is all it does."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
+        return statement.targets[0].id
+    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+        return statement.target.id
+    return None
+
+
+def _executed(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module without those that only a type checker reads."""
+    for statement in body:
+        if isinstance(statement, ast.If) and ast.unparse(statement.test).endswith("TYPE_CHECKING"):
+            yield from statement.orelse
+        else:
+            yield statement
+
+
+def _imports(tree: ast.Module, package: str) -> dict[str, str]:
+    """The names that a module imports at its top -> where from."""
+    found: dict[str, str] = {}
+    for node in _executed(tree.body):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                found[alias.asname or alias.name.partition(".")[0]] = alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            found |= {alias.asname or alias.name: f"{base}.{alias.name}" for alias in node.names}
+    return found
