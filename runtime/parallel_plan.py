@@ -1,8 +1,8 @@
 """The parallel plan: the parameters of a generated model that no rank gathers.
 
-    experts     sharded over the expert mesh; which they are, the generator found
-    tables      embeddings whose rows can be sharded over all ranks (`parallel/tables.py`); found by their role in the live model,
-                and sharded so if they are large
+experts     sharded over the expert mesh; which they are, the generator found
+tables      embeddings whose rows can be sharded over all ranks (`parallel/tables.py`); found by their role in the live model,
+            and sharded so if they are large
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class ParallelPlan:
     expert_parameters: tuple[str, ...] = ()
     left_alone: Mapping[str, str] = field(default_factory=dict)  # class of experts that are not sharded -> why
     tables: tuple[str, ...] = ()
-    tables_left_alone: Mapping[str, str] = field(default_factory=dict)  # path of an embedding that FSDP has to gather -> why
+    tables_left_alone: Mapping[str, str] = field(
+        default_factory=dict
+    )  # path of an embedding that FSDP has to gather -> why
 
     def __contains__(self, path: str) -> bool:
         return path in self.expert_parameters

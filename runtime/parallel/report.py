@@ -75,7 +75,9 @@ def describe(
         lines.append(f"  {label:<16} {_implementation(name, state):<64} {modules}")
     lines += [f"  {'experts':<16} {name} left alone: {reason}" for name, reason in undivided_experts(model).items()]
     if divided := tables.of_model(model):
-        lines.append(f"  {'tables':<16} {'ids sent to the ranks of their rows, rows sent back':<64} {', '.join(divided)}")
+        lines.append(
+            f"  {'tables':<16} {'ids sent to the ranks of their rows, rows sent back':<64} {', '.join(divided)}"
+        )
     lines += [f"  {line}" for line in attention_kinds.splitlines()]
     lines.append(f"{'parameters':<52} {'count':>6} {'whole':>11} {'this rank':>11}")
     for group in parameter_groups(model):

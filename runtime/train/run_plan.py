@@ -217,7 +217,9 @@ def _attention_lines(recipe: Recipe, model: PreTrainedModel, device: PlannedDevi
 def _table_lines(recipe: Recipe, model: PreTrainedModel) -> list[str]:
     """Large embeddings: whose rows are sent for, and which are gathered all the same."""
     names, gathered = tables.choose(model, recipe.parallel.shard_tables_above)
-    counts = {name: f"{name}, {model.get_parameter(name).numel() / 1e9:,.2f} B parameters" for name in (*names, *gathered)}
+    counts = {
+        name: f"{name}, {model.get_parameter(name).numel() / 1e9:,.2f} B parameters" for name in (*names, *gathered)
+    }
     return [f"table        {counts[name]}: rows are sent for" for name in names] + [
         f"table        {counts[name]}: gathered, for {reason}" for name, reason in gathered.items()
     ]

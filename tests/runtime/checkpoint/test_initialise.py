@@ -128,7 +128,12 @@ def test_rows_of_a_table_have_the_values_of_the_whole(monkeypatch, part):
     """Each rank's rows, drawn alone, beside the table drawn whole; the row of padding is zeros."""
     monkeypatch.setattr(initialisation, "PART", part)
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=500, pad_token_id=3
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=500,
+        pad_token_id=3,
     )
     with torch.device("meta"):
         model = registry.build_model(config)

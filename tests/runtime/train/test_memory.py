@@ -209,14 +209,16 @@ def test_a_row_sharded_table_is_neither_gathered_nor_cast():
 
     def estimate(above: int | None, **layout: int) -> memory.Estimate:
         recipe = recipe_of(parallel={"shard_tables_above": above, "param_dtype": "bfloat16"})
-        return memory.estimate(
-            model.build_on_meta(recipe), recipe, ParallelConfig(**layout), torch.bfloat16, FUSED
-        )
+        return memory.estimate(model.build_on_meta(recipe), recipe, ParallelConfig(**layout), torch.bfloat16, FUSED)
 
     table = model.build_on_meta(recipe_of()).get_input_embeddings().weight.numel()
     for layout in ({}, {"dp_shard": 2}):
         rows, whole = estimate(1, **layout), estimate(None, **layout)
-        assert (rows.parameters, rows.gradients, rows.optimizer) == (whole.parameters, whole.gradients, whole.optimizer)
+        assert (rows.parameters, rows.gradients, rows.optimizer) == (
+            whole.parameters,
+            whole.gradients,
+            whole.optimizer,
+        )
         assert whole.gathered + whole.copies - rows.gathered - rows.copies == 2 * table
         assert rows.total < whole.total
     replicas = estimate(None, dp_replicate=2).parameters - estimate(1, dp_replicate=2).parameters
