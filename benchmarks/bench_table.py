@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 benchmarks/bench_table.py --commit ID --rows 4000000 --tokens 4096    # gloo ranks on the CPU
 
 A step looks up 16 rows for each token, as the n-gram tables of qwen4_exp do, projects them, and steps AdamW; the gathered table
-takes the same steps from the same weights, unless `--without-gathered`. Parameters and states are fp32, a rank computes in bf16 on GPUs
-and in fp32 on CPUs. Time is the median of the steps after the first two, memory the most that a rank had: allocated on GPUs; on CPUs
-resident, sampled, less what was resident before; figures are of rank 0. Appends to results_table.csv.
+takes the same steps from the same weights, unless `--without-gathered`. Parameters and states are fp32, a rank computes in bf16 on
+GPUs and in fp32 on CPUs. Time is the median of the steps after the first two, memory the most of a rank: allocated on GPUs; on
+CPUs resident, sampled, less what was resident before; figures are of rank 0. Appends to results_table.csv.
 """
 
 from __future__ import annotations
