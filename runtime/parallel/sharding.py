@@ -29,6 +29,7 @@ from patchgen.runtime.parallel import (
     fp32_parameters,
     peer_memory,
     peer_units,
+    router_selection,
     row_lengths,
     undivided,
     unused,
@@ -110,6 +111,7 @@ def shard_model(
         from patchgen.runtime.parallel.expert_peers import install_token_prefetch  # loads Triton
 
         install_token_prefetch(model, experts)
+    router_selection.install(model, dict.fromkeys(path.rpartition(".")[0] for path in paths))
     kept_dtypes.keep_in_fp32(model)
     fp32_units, fp32_beside = fp32_parameters.find(model, options.param_dtype)
     _make_units(model, state, layers, experts, fp32_units, fp32_beside, options)
