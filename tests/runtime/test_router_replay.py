@@ -350,6 +350,46 @@ def test_a_record_is_saved_and_loaded_and_made_from_rows_of_an_engine(tmp_path):
         RoutingRecord.of_rows(model, [whole[0, :, :1]])
 
 
+def test_compiled_layers_are_recorded_and_replayed():
+    """Layers that were compiled and called before, against the same that were not."""
+    plain, model = Toy(from_masked_groups), Toy(from_masked_groups)
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    model(input_ids=IDS)
+    record = recorded(model)
+    assert all(torch.equal(value, record.experts[layer]) for layer, value in recorded(plain).experts.items())
+    for value in record.experts.values():
+        value[0, 0] = torch.tensor([0, 1])
+    with replay_routing(model, record), replay_routing(plain, record):
+        assert torch.equal(model(input_ids=IDS), plain(input_ids=IDS))
+
+
+class Wrapper(nn.Module):
+    """As PEFT wraps experts that have adapters."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, *args):
+        return self.base_layer(*args)
+
+
+def test_experts_with_adapters_have_the_names_of_those_without():
+    """A record of a model replays in one whose experts are wrapped, and the other way round."""
+    plain, model = Toy(from_masked_groups), Toy(from_masked_groups)
+    recorded(model)
+    for layer in model.layers:
+        layer.experts = Wrapper(Wrapper(layer.experts))
+    paths = tuple(f"layers.{number}.experts.base_layer.base_layer.weight" for number in range(2))
+    model.get_parallel_plan = lambda: ParallelPlan(paths)
+    record = recorded(model)
+    assert all(torch.equal(value, record.experts[layer]) for layer, value in recorded(plain).experts.items())
+    for one, other in ((plain, model), (model, plain)):
+        with replay_routing(one, recorded(other)):
+            one(input_ids=IDS)
+
+
 def test_what_is_not_replayed_is_an_error():
     model = Toy(from_masked_groups)
     record = recorded(model)
