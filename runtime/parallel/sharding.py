@@ -30,6 +30,7 @@ from patchgen.runtime.parallel import (
     fp32_parameters,
     peer_memory,
     peer_units,
+    router_selection,
     row_lengths,
     tables,
     undivided,
@@ -114,6 +115,7 @@ def shard_model(
         from patchgen.runtime.parallel.expert_peers import install_token_prefetch  # loads Triton
 
         install_token_prefetch(model, experts)
+    router_selection.install(model, dict.fromkeys(path.rpartition(".")[0] for path in paths))
     kept_dtypes.keep_in_fp32(model)
     names, _ = tables.choose(model, options.shard_tables_above)
     in_fp32 = fp32_parameters.names(model, options.param_dtype)
