@@ -63,6 +63,9 @@ def main() -> None:
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--sp", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--replay-routing", action="store_true", help="updates select the experts of the first forward"
+    )
     options = parser.parse_args()
     gloo_groups.use_one_worker()
     dist.init_process_group("gloo")
@@ -86,10 +89,15 @@ def main() -> None:
         inputs, drawn = engine.write(PROMPTS * 4, length=12)
         texts = engine.tokenizer.batch_decode(inputs["input_ids"].masked_fill(~drawn, engine.tokenizer.pad_token_id))
         rewards = torch.tensor([sum(letter.islower() for letter in text) / len(text) for text in texts])
-        before = rl.log_probs(model, inputs, state)
+        routing = None
+        if options.replay_routing:
+            with rl.record_routing(model, state) as routing:
+                before = rl.log_probs(model, inputs, state)
+        else:
+            before = rl.log_probs(model, inputs, state)
         count = int(drawn.sum()) * layout.num_batches
         told = (before, drawn, (rewards - rewards.mean()) / (rewards.std() + 1e-6), count)
-        done = [rl.update(model, optimizer, [(inputs, told)], clipped, state) for _ in range(2)]
+        done = [rl.update(model, optimizer, [(inputs, told)], clipped, state, routing=[routing]) for _ in range(2)]
         if dist.get_rank() == 0:
             losses = ", ".join(f"{one.loss:+.4f}" for one in done)
             print(f"round {number + 1}: reward {rewards.mean():.3f}, losses {losses}", flush=True)

@@ -66,7 +66,7 @@ def generate(
 ) -> None:
     """Write modeling file, diff and provenance of models. Exit 1 if one is refused; the others are written.
 
-    Example: patchgen generate qwen3_moe --transformers 5.23.0
+    Example: patchgen generate qwen3_moe --transformers 5.24.0
     """
     options = {"config": config, "dry_run": dry_run, "force": force, "reviewed": reviewed or [], "heads": head or []}
     commands.generation.generate(models or [], every, transformers, source, output, **options)

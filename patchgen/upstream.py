@@ -52,7 +52,7 @@ class Upstream:
 
     model: str  # names the generated files: a model type, or the stem of a file
     text: str
-    origin: str  # shown to people: "transformers 5.23.0" or a path
+    origin: str  # shown to people: "transformers 5.24.0" or a path
     version: str | None  # the transformers release; None for a file on disk
     module: str  # import path of the file
     path: str  # inside the release, or the name of the file
@@ -189,7 +189,7 @@ def open_release(version: str | None = None) -> Release:
     wanted = present if version is None else version
     if wanted is None:
         raise UpstreamNotFound(
-            "transformers is not installed here. Install it (`pip install transformers==5.23.0`), name a release with "
+            "transformers is not installed here. Install it (`pip install transformers==5.24.0`), name a release with "
             "--transformers VERSION, or a file with --source PATH."
         )
     spec = importlib.util.find_spec("transformers")

@@ -30,7 +30,7 @@ def require_transformers(generated_file: str, made_from: str) -> None:
     Args:
         generated_file: `__file__` of the generated module; `verify.json` in its folder lists the releases it was
             verified with.
-        made_from: the release of its upstream source, for example "5.23.0".
+        made_from: the release of its upstream source, for example "5.24.0".
 
     Raises:
         ReleaseMismatch: with three ways to fix it.

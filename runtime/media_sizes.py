@@ -9,6 +9,7 @@ samples `[N, F]`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -115,7 +116,7 @@ def mel_bins(audio: PreTrainedConfig) -> int:
 
 
 def samples_per_token(config: PreTrainedConfig) -> int:
-    """The raw audio samples per token, from a sub-config.
+    """The raw audio samples per token, from a sub-config: its own number, or the steps of its convolutions.
 
     Raises:
         ValueError: no sub-config has them.
@@ -124,6 +125,8 @@ def samples_per_token(config: PreTrainedConfig) -> int:
         samples = first_int(part, "samples_per_token", "hop_length", default=0)
         if samples > 1:
             return samples
+        if strides := getattr(part, "conv_stride", None):
+            return math.prod(strides)
     raise ValueError(f"{type(config).__name__} does not say how many samples of a sound become one token.")
 
 

@@ -241,7 +241,7 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     inputs = dict(zip(names, args, strict=False)) | kwargs
     bounds, rows, extra = None, None, {}
     if not _RUNNING.calls:
-        _carry_into_checkpoints(module)
+        carry_into_checkpoints(module)
         if has_kwargs and inputs.get(BOUNDS) is None:
             inputs |= _find_documents(inputs)
         positions = _model_positions(module, inputs)
@@ -285,8 +285,9 @@ def _leave(module: nn.Module, args: object, output: Any) -> Any:
 _CHECKPOINTED: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
 
 
-def _carry_into_checkpoints(model: nn.Module) -> None:
-    """Makes layers that transformers' activation checkpointing recomputes find the calls of their first run."""
+def carry_into_checkpoints(model: nn.Module) -> None:
+    """Makes layers that transformers' activation checkpointing recomputes find the calls of their first run, and what routers
+    selected in it (idempotent)."""
     if model not in _CHECKPOINTED:
         _CHECKPOINTED[model] = WeakSet(m for m in model.modules() if hasattr(m, "gradient_checkpointing"))
     for module in _CHECKPOINTED[model]:
@@ -297,7 +298,8 @@ def _carry_into_checkpoints(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _CheckpointInCalls:
-    """transformers' `checkpoint(layer, ...)`, with every run of the layer inside the calls that are running now.
+    """transformers' `checkpoint(layer, ...)`, with every run of the layer inside the calls that are running now. Routers select in
+    each what they selected in the first.
 
     Runs after one with gradients are replays. A reentrant checkpoint runs the layer without gradients first.
     """
@@ -306,15 +308,18 @@ class _CheckpointInCalls:
 
     def __call__(self, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         calls = list(_RUNNING.calls)
-        has_run = False
+        selections: list[Tensor] = []
+        has_run = has_run_with_gradients = False
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal has_run
-            again = checkpointing.foreign_replay() if has_run else contextlib.nullcontext()
-            has_run |= torch.is_grad_enabled()
+            nonlocal has_run, has_run_with_gradients
+            this_run = checkpointing.foreign_run(
+                selections, is_first=not has_run, is_counted=not has_run_with_gradients
+            )
+            has_run, has_run_with_gradients = True, has_run_with_gradients or torch.is_grad_enabled()
             before, _RUNNING.calls = _RUNNING.calls, calls  # the backward may run in another thread
             try:
-                with again:
+                with this_run:
                     return layer(*args, **kwargs)
             finally:
                 _RUNNING.calls = before

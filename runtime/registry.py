@@ -28,7 +28,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from patchgen.runtime import mended_upstream
 from patchgen.runtime.compatibility import ReleaseMismatch
+from patchgen.runtime.mended_upstream import Mend
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -58,6 +60,7 @@ class GeneratedModel:
         upstream_sha256: of the text that it was generated from.
         source: the file that it was generated from, if that is the user's and its folder was named.
         parts: the attributes that are models of other generated files: `Class.attribute`.
+        mends: the statements of upstream's code that fail there, and are mended in both for a comparison.
     """
 
     name: str
@@ -70,6 +73,7 @@ class GeneratedModel:
     classes: tuple[str, ...]
     source: Path | None = None
     parts: tuple[str, ...] = ()
+    mends: tuple[Mend, ...] = ()
 
     @property
     def file(self) -> Path:
@@ -88,7 +92,7 @@ class GeneratedModel:
         )
 
     def upstream(self) -> ModuleType:
-        """The module that it was generated from.
+        """The module that it was generated from, with what its config mends there.
 
         A user's file is imported into the package of the generated one, so both have the same configuration classes.
 
@@ -96,6 +100,8 @@ class GeneratedModel:
             NoUpstreamError: its folder was not named, or the file has changed since.
         """
         if not self.is_from_user_file:
+            if self.mends:
+                return mended_upstream.mended(self.upstream_module, self.mends)
             return importlib.import_module(self.upstream_module)
         name = f"{self.upstream_module.rpartition('.')[2]}.py"
         if self.source is None:
@@ -229,6 +235,7 @@ def read_model(directory: Path) -> GeneratedModel:
             heads=tuple(fields["heads"]),
             classes=tuple(fields["classes"]),
             parts=tuple(part["site"] for part in fields.get("parts", ())),
+            mends=mended_upstream.mends_of(fields.get("edits", ())),
         )
     except json.JSONDecodeError as error:
         raise ValueError(f"{record} is not JSON: {error}. Run `patchgen generate {directory.name}`.") from error

@@ -4,6 +4,9 @@
     done = rl.update(model, optimizer, [(inputs, advantages)], loss_function, state)    # a step on a loss of them
     engine.reload_weights(weights_iterator=rl.stream_weights(model))            # weights for the generation engine
 
+Experts of an MoE model that were selected in one forward are selected again in another with `record_routing`, `routing=` and
+`replay_routing` (`router_replay.py`).
+
 Frameworks such as verl provide rollouts, rewards and the loss. All calls are collective. SP ranks pass the same full batch,
 other ranks different batches, equally many. Full logits are never materialised.
 
@@ -12,6 +15,7 @@ other ranks different batches, equally many. Full logits are never materialised.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,10 +36,11 @@ from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.parallel.collectives import all_gather, all_reduce
 from patchgen.runtime.parallel.reshard import reshard
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.router_replay import RoutingRecord, record_routing, replay_routing
 from patchgen.runtime.train import lora
 from patchgen.runtime.train.feed import to_device
 
-__all__ = ["Update", "log_probs", "stream_weights", "update"]
+__all__ = ["RoutingRecord", "Update", "log_probs", "record_routing", "replay_routing", "stream_weights", "update"]
 
 Inputs = Mapping[str, Any]
 """Model inputs of full sequences, on the host: `input_ids` `(B, S)`, `attention_mask` `(B, S)` for padded rows, `position_ids`
@@ -58,7 +63,14 @@ class Update:
 
 
 @torch.no_grad()
-def log_probs(model: PreTrainedModel, inputs: Inputs, state: ParallelState, *, temperature: float = 1.0) -> Tensor:
+def log_probs(
+    model: PreTrainedModel,
+    inputs: Inputs,
+    state: ParallelState,
+    *,
+    temperature: float = 1.0,
+    routing: RoutingRecord | None = None,
+) -> Tensor:
     """The log-probability of each token given those before it, `(B, S)` in fp32 or wider, on the device of the model.
 
     0 for the first token of a document and for padding. With the same weights and without dropout bit-identical to those in
@@ -66,6 +78,10 @@ def log_probs(model: PreTrainedModel, inputs: Inputs, state: ParallelState, *, t
 
     Args:
         temperature: the sampling temperature; divides the logits.
+        routing: the experts to select; None: routers select.
+
+    Raises:
+        ValueError, RuntimeError: the experts of `routing` could not be selected (`replay_routing`).
     """
     results: list[Tensor] = []
 
@@ -76,7 +92,7 @@ def log_probs(model: PreTrainedModel, inputs: Inputs, state: ParallelState, *, t
     was_training = model.training
     model.eval()
     try:
-        with parallel.using(state):
+        with parallel.using(state), _replaying(model, routing, state):
             _loss(model, _local_inputs(model, inputs, state), state, store, temperature, router_loss=False)
     finally:
         model.train(was_training)
@@ -95,6 +111,7 @@ def update(
     router_loss: bool = False,
     max_grad_norm: float = 1.0,
     on_nonfinite: Literal["skip", "stop"] = "skip",
+    routing: Sequence[RoutingRecord | None] | None = None,
 ) -> Update:
     """One step of the optimizer on a loss of log-probabilities.
 
@@ -105,13 +122,18 @@ def update(
             part of the loss. Parts are summed over batches and ranks, so a mean must be divided by their total number.
         router_loss: adds the load-balancing loss of the model's config, a mean over the tokens of the step.
         max_grad_norm, on_nonfinite: as `optim` in a recipe.
+        routing: for each batch the experts to select, with gradients for their weights; None: routers select.
 
     Raises:
-        ValueError: no batch.
+        ValueError: no batch; another number of records than of batches; a record of other rows (`replay_routing`).
+        RuntimeError: the experts of a record could not be selected (`replay_routing`).
         NonFiniteGradient: with `on_nonfinite="stop"`.
     """
     if not batches:
         raise ValueError("A step needs a batch on each rank: batches is empty.")
+    records = [None] * len(batches) if routing is None else routing
+    if len(records) != len(batches):
+        raise ValueError(f"A record of routing is needed for each batch: {len(records)} for {len(batches)} batches.")
     slices = [_local_inputs(model, inputs, state) for inputs, _ in batches]
     device = _device(model)
     parts: list[Tensor] = []
@@ -126,9 +148,10 @@ def update(
         step = {"num_micro_batches": len(batches), "router_loss": router_loss}
         if router_loss:
             step["num_tokens"] = loss.count_tokens(slices, device)
-        for index, (local, (_, data)) in enumerate(zip(slices, batches, strict=True)):
+        for index, (local, (_, data), record) in enumerate(zip(slices, batches, records, strict=True)):
             sharding.reduce_gradients(model, is_last=index == len(batches) - 1)
-            _loss(model, local, state, partial(compute_part, data), temperature, **step).backward()
+            with _replaying(model, record, state):
+                _loss(model, local, state, partial(compute_part, data), temperature, **step).backward()
         lora.reduce_gradients(model)
         norm = gradients.clip(model, max_norm=max_grad_norm, optimizer=optimizer)
         is_taken = gradients.accept(model, norm, on_nonfinite=on_nonfinite)
@@ -138,6 +161,12 @@ def update(
         # SP ranks have the same parts.
         total = all_reduce(torch.stack(parts).sum(), operation="add up the loss") / state.sp
     return Update(float(total), float(norm), is_taken)
+
+
+def _replaying(
+    model: PreTrainedModel, record: RoutingRecord | None, state: ParallelState
+) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if record is None else replay_routing(model, record, state)
 
 
 def _local_inputs(model: PreTrainedModel, inputs: Inputs, state: ParallelState) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from patchgen.commands import models_page
+from patchgen.commands import models_page, names_page
 from patchgen.commands.examination import EAGER_ONLY, PROVEN
 from patchgen.commands.models_page import rank_results
 from patchgen.errors import PatchgenError
@@ -102,9 +102,13 @@ def _replace_section(text: str, what: str, inside: str, file_name: str) -> str:
 
 
 def write() -> list[Path]:
-    """Writes the matrix into docs/parallel.md and the counts into README.md; files that do not exist are skipped."""
+    """Writes the matrix into docs/parallel.md, the counts into README.md and docs/names.md; files that do not exist are skipped."""
     written: list[Path] = []
-    for path, render_page in ((docs() / "parallel.md", page), (docs().parent / "README.md", readme)):
+    for path, render_page in (
+        (docs() / "parallel.md", page),
+        (docs().parent / "README.md", readme),
+        (docs() / "names.md", lambda _: names_page.page()),
+    ):
         if path.is_file():
             path.write_text(render_page(path.read_text(encoding="utf-8")), encoding="utf-8")
             written.append(path)

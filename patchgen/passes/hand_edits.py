@@ -61,6 +61,20 @@ class EditMethod:
 
 
 @dataclass(frozen=True)
+class MendUpstream(EditMethod):
+    """Writes `code` instead of the one statement of `Class.method` that is `match`, because upstream's own code fails there.
+
+    The proof makes the same edit in upstream's class (`runtime/mended_upstream.py`), so that there is something to compare with.
+    """
+
+    where: Literal["before", "after", "instead"] = "instead"
+
+    def __post_init__(self) -> None:
+        if self.where != "instead":
+            raise ConfigError(f"mend_upstream of {self.target}: a statement is replaced, so `where` must be left out.")
+
+
+@dataclass(frozen=True)
 class Drop:
     """The class or function is removed. A remaining reference to it is an error."""
 
@@ -180,14 +194,11 @@ class HandEdits(Pass):
         return editor.result
 
     def _edit(self, edit: EditMethod, editor: Editor, function: FunctionNode) -> None:
-        pattern = ast.parse(edit.match.strip()).body
-        if len(pattern) != 1:
-            raise ConfigError(f"edit_method of {edit.target}: `match` must be one statement.")
-        hits = [node for node in ast.walk(function) if isinstance(node, ast.stmt) and same_structure(pattern[0], node)]
+        hits = _statements(edit, function)
         if len(hits) != 1:
             lines = [editor.code(statement).splitlines()[0] for statement in function.body]
             raise PassMismatch(
-                f"edit_method of {edit.target}: `{edit.match.strip()}` should stand there once and was found "
+                f"{_verb(edit)} of {edit.target}: `{edit.match.strip()}` should stand there once and was found "
                 f"{len(hits)} times. Nearest: {nearest([edit.match.strip()], lines, 2, 0.1, ' | ')}."
             )
         before = functools.partial(editor.above, at_top=True)
@@ -224,17 +235,31 @@ def target_of(edit: Edit, module: Module) -> list[ast.stmt]:
 
 
 def targets_record(edits: tuple[Edit, ...], module: Module) -> list[EditRecord]:
-    """For each edit that has a target in upstream: its verb, target, hash, and the hash of the target in upstream."""
-    return [
-        {
-            "verb": _verb(edit),
-            "target": edit.target,
-            "edit": short_hash(*map(str, asdict(edit).values())),
-            "upstream": content_hash(*target),
-        }
-        for edit in edits
-        if (target := target_of(edit, module))
-    ]
+    """For each edit that has a target in upstream: its verb, target, hash, and the hash of the target in upstream; for one that
+    the proof also makes in upstream, what it replaces."""
+    return [_target_record(edit, target) for edit in edits if (target := target_of(edit, module))]
+
+
+def _target_record(edit: Edit, target: list[ast.stmt]) -> EditRecord:
+    record: EditRecord = {
+        "verb": _verb(edit),
+        "target": edit.target,
+        "edit": short_hash(*map(str, asdict(edit).values())),
+        "upstream": content_hash(*target),
+    }
+    # None in a release before or after the fault, which `upgrade` compares with: there the pass refuses the edit.
+    if isinstance(edit, MendUpstream) and (found := _statements(edit, *target)):
+        record["mend"] = {"statement": ast.unparse(found[0]), "code": edit.code}
+    return record
+
+
+def _statements(edit: EditMethod, *functions: ast.stmt) -> list[ast.stmt]:
+    """The statements of a method that an edit's `match` is."""
+    pattern = ast.parse(edit.match.strip()).body
+    if len(pattern) != 1:
+        raise ConfigError(f"{_verb(edit)} of {edit.target}: `match` must be one statement.")
+    nodes = (node for function in functions for node in ast.walk(function))
+    return [node for node in nodes if isinstance(node, ast.stmt) and same_structure(pattern[0], node)]
 
 
 def same_structure(pattern: object, node: object) -> bool:

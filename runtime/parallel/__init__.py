@@ -9,7 +9,8 @@
     checkpointing.py activation checkpointing              undivided.py    FSDP2 units that one rank owns entirely
     watch.py         collectives that stall                exchange_reduce.py  gradients sent in bf16, summed in fp32
     report.py        implementations and bytes per rank    gloo_groups.py   gloo groups with one worker thread
-    offloaded_inputs.py  layers' inputs in host memory
+    offloaded_inputs.py  layers' inputs in host memory     router_selection.py what routers select
+    tables.py        embeddings whose rows are sent for
 
 Generated code reaches the active state through `patchgen.runtime.ops`. This module is light: it imports no torch.
 """

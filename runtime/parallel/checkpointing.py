@@ -6,13 +6,14 @@
     apply(model, "none")
 
 Values read by the host in the forward, such as the sizes of an expert exchange, are remembered, so that recomputation
-neither waits for the device nor exchanges sizes.
+neither waits for the device nor exchanges sizes. So is what routers select (`router_selection.py`), which may not differ.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -31,11 +32,32 @@ CHECKPOINT_ATTRIBUTE = "_gradient_checkpointing_func"  # of a layer; set by tran
 
 # The (values, is_replay) stores of the running checkpointed regions, outermost first; values None: nothing is remembered.
 _STORES: list[tuple[list | None, bool]] = []
+# The same of what routers selected, also in regions that a checkpoint not set by `apply` recomputes.
+_SELECTIONS: list[tuple[list | None, bool]] = []
 
 
 def remember(compute: Callable[[], T]) -> T:
     """`compute()`; while a checkpointed region is recomputed, the value of its first run instead."""
-    values, replay = _STORES[-1] if _STORES else (None, False)
+    return _remember(_STORES, compute)
+
+
+def remember_selection(compute: Callable[[], T]) -> T:
+    """As `remember`, for what routers select, also in the regions of `foreign_run`."""
+    return _remember(_SELECTIONS, compute)
+
+
+def keeps_selections() -> bool:
+    """Whether a region is running in which `remember_selection` remembers."""
+    return bool(_SELECTIONS)
+
+
+def is_selection_replay() -> bool:
+    """Whether `remember_selection` gives what was selected before."""
+    return bool(_SELECTIONS) and _SELECTIONS[-1][1]
+
+
+def _remember(stores: list[tuple[list | None, bool]], compute: Callable[[], T]) -> T:
+    values, replay = stores[-1] if stores else (None, False)
     if values is None:
         return compute()
     if replay:
@@ -56,19 +78,40 @@ def is_replay() -> bool:
     return bool(_STORES) and _STORES[-1][1]
 
 
-def foreign_replay() -> contextlib.AbstractContextManager:
-    """Around a region that a checkpoint not set by `apply` recomputes: counters must not count it again; nothing is remembered."""
-    return _store(None, replay=True)
+@contextlib.contextmanager
+def foreign_run(selections: list, *, is_first: bool, is_counted: bool) -> Iterator[None]:
+    """Around each run of a region that a checkpoint not set by `apply` recomputes; only what routers select is remembered.
+
+    Args:
+        selections: of the first run; empty in it.
+        is_counted: False for a replay: counters must not count it again.
+    """
+    with _store(selections, not is_first, _SELECTIONS), contextlib.nullcontext() if is_counted else _store(None, True):
+        yield
 
 
 @contextlib.contextmanager
-def _store(values: list | None, replay: bool) -> Iterator[None]:
+def _store(values: list | None, replay: bool, stores: list[tuple[list | None, bool]] = _STORES) -> Iterator[None]:
     # A region may be replayed more than once (a backward with a retained graph): each replay consumes its own copy.
-    _STORES.append((list(values) if replay and values is not None else values, replay))
+    stores.append((list(values) if replay and values is not None else values, replay))
     try:
         yield
     finally:
-        _STORES.pop()
+        stores.pop()
+
+
+@contextlib.contextmanager
+def _stores(remembered: _Remembered, replay: bool) -> Iterator[None]:
+    with _store(remembered.values, replay), _store(remembered.selections, replay, _SELECTIONS):
+        yield
+
+
+@dataclass
+class _Remembered:
+    """What a region's replay takes from its first run: results of `remember` and of `remember_selection`."""
+
+    values: list = field(default_factory=list)
+    selections: list = field(default_factory=list)
 
 
 def _selective_policy(_context, operation, *_args, **_kwargs) -> torch_checkpoint.CheckpointPolicy:
@@ -107,11 +150,11 @@ def contexts(mode: str) -> tuple[contextlib.AbstractContextManager, contextlib.A
         return torch_checkpoint.create_selective_checkpoint_contexts(
             _full_policy if mode == "full" else _selective_policy
         )
-    values: list = []
+    remembered = _Remembered()
     if mode == "full":
-        return _store(values, replay=False), _Replay(values)
+        return _stores(remembered, replay=False), _Replay(remembered)
     forward, recompute = torch_checkpoint.create_selective_checkpoint_contexts(_selective_policy)
-    return _Nested(_store(values, replay=False), forward), _Nested(_Replay(values), recompute)
+    return _Nested(_stores(remembered, replay=False), forward), _Nested(_Replay(remembered), recompute)
 
 
 class _Replay(contextlib.AbstractContextManager):
@@ -120,14 +163,14 @@ class _Replay(contextlib.AbstractContextManager):
     The backward may run outside the `with` blocks of the forward. The values are complete only when the replay is entered.
     """
 
-    def __init__(self, values: list) -> None:
-        self.values, self.state, self.seams = values, parallel.current(), seams.selected()
+    def __init__(self, remembered: _Remembered) -> None:
+        self.remembered, self.state, self.seams = remembered, parallel.current(), seams.selected()
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as stack:
             stack.enter_context(parallel.using(self.state))
             stack.enter_context(seams.using(**self.seams))
-            stack.enter_context(_store(self.values, replay=True))
+            stack.enter_context(_stores(self.remembered, replay=True))
             self.context = stack.pop_all()
 
     def __exit__(self, *error) -> None:

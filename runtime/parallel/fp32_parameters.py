@@ -23,8 +23,19 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from patchgen.runtime import kept_dtypes
-from patchgen.runtime.parallel import undivided
+from patchgen.runtime.parallel import tables, undivided
 from patchgen.runtime.parallel.peer_units import IS_REBUILT
+
+
+def names(model: nn.Module, param_dtype: torch.dtype | None) -> set[str]:
+    """The parameters that are computed in fp32; `param_dtype` as of `find`."""
+    stored = kept_dtypes.most_common_dtype(model)
+    is_kept = kept_dtypes.keeps_in_fp32(model, param_dtype or stored)
+    return {
+        path
+        for path, parameter in model.named_parameters()
+        if is_kept(path) or (parameter.dtype == torch.float32 != stored)
+    }
 
 
 def find(model: nn.Module, param_dtype: torch.dtype | None) -> tuple[list[nn.Module], list[nn.Parameter]]:
@@ -33,13 +44,8 @@ def find(model: nn.Module, param_dtype: torch.dtype | None) -> tuple[list[nn.Mod
     Args:
         param_dtype: in which layers compute; None: as stored.
     """
+    in_fp32 = names(model, param_dtype) - tables.of_model(model).keys()  # FSDP2 does not gather these
     stored = kept_dtypes.most_common_dtype(model)
-    is_kept = kept_dtypes.keeps_in_fp32(model, param_dtype or stored)
-    in_fp32 = {
-        path
-        for path, parameter in model.named_parameters()
-        if is_kept(path) or (parameter.dtype == torch.float32 != stored)
-    }
     owners = dict.fromkeys(path.rpartition(".")[0] for path in sorted(in_fp32))
     parameters_of = {
         path: {f"{path}.{name}" for name, _ in model.get_submodule(path).named_parameters()} for path in owners

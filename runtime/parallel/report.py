@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from patchgen.kernels import choices
 from patchgen.runtime import seams
 from patchgen.runtime.experts_interface import SEAM, named_instead_of_seam
-from patchgen.runtime.parallel import gathered_keys, peer_units, undivided
+from patchgen.runtime.parallel import gathered_keys, peer_units, tables, undivided
 from patchgen.runtime.parallel.media import HEADS, is_replicated
 from patchgen.runtime.parallel.sharding import undivided_experts
 from patchgen.runtime.parallel.state import ParallelState
@@ -74,6 +74,10 @@ def describe(
         label = name.partition(":")[0]
         lines.append(f"  {label:<16} {_implementation(name, state):<64} {modules}")
     lines += [f"  {'experts':<16} {name} left alone: {reason}" for name, reason in undivided_experts(model).items()]
+    if divided := tables.of_model(model):
+        lines.append(
+            f"  {'tables':<16} {'ids sent to the ranks of their rows, rows sent back':<64} {', '.join(divided)}"
+        )
     lines += [f"  {line}" for line in attention_kinds.splitlines()]
     lines.append(f"{'parameters':<52} {'count':>6} {'whole':>11} {'this rank':>11}")
     for group in parameter_groups(model):

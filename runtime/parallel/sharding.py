@@ -3,6 +3,7 @@
     parameter          dense mesh (fsdp)             expert mesh (ep_shard x ep)
     q_proj [out, in]   Shard(0)                      -
     gate_up [E, ..]    -                             Shard(0) over ep, then FSDP's shard over ep_shard
+    large embedding    Shard(0), never gathered      -
 
 Every gradient is the *sum* over the ranks: a rank's loss is its share of the global loss (`loss.py`), so dense and
 expert gradients are gradients of the same number on either mesh, and no scaling factors are needed.
@@ -29,7 +30,9 @@ from patchgen.runtime.parallel import (
     fp32_parameters,
     peer_memory,
     peer_units,
+    router_selection,
     row_lengths,
+    tables,
     undivided,
     unused,
 )
@@ -55,6 +58,7 @@ class ShardingOptions:
         prefetch: layers gathered ahead of the running one, forward and backward.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         compile_layers: torch.compile each layer.
+        shard_tables_above: embeddings of more parameters are not gathered: their rows are sent for (`tables.py`); None: none.
     """
 
     param_dtype: torch.dtype | None = None
@@ -65,6 +69,7 @@ class ShardingOptions:
     prefetch: int = 1
     cpu_offload: bool = False
     compile_layers: bool = False
+    shard_tables_above: int | None = tables.ABOVE
 
 
 def shard_model(
@@ -110,7 +115,12 @@ def shard_model(
         from patchgen.runtime.parallel.expert_peers import install_token_prefetch  # loads Triton
 
         install_token_prefetch(model, experts)
+    router_selection.install(model, dict.fromkeys(path.rpartition(".")[0] for path in paths))
     kept_dtypes.keep_in_fp32(model)
+    names, _ = tables.choose(model, options.shard_tables_above)
+    in_fp32 = fp32_parameters.names(model, options.param_dtype)
+    divided = tables.divide(model, names, state, param_dtype=options.param_dtype, in_fp32=in_fp32)
+    layers = [layer for layer in layers if layer not in divided]
     fp32_units, fp32_beside = fp32_parameters.find(model, options.param_dtype)
     _make_units(model, state, layers, experts, fp32_units, fp32_beside, options)
     _set_communication(model, state, experts, fp32_units, options)
@@ -150,7 +160,11 @@ def _make_units(
         mp_policy=MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype),
         offload_policy=offload,
         # torch cannot gather a parameter without elements.
-        ignored_params={*fp32_beside, *(parameter for parameter in model.parameters() if not parameter.numel())},
+        ignored_params={
+            *fp32_beside,
+            *(table.weight for table in tables.of_model(model).values()),
+            *(parameter for parameter in model.parameters() if not parameter.numel()),
+        },
     )
     # Units inside a layer do not cast their inputs: the layer did, and upstream's code decides what it widens, routing
     # weights for example.

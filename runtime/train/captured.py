@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from patchgen.runtime.parallel import peer_shards, peer_units, undivided, unused, watch
+from patchgen.runtime.parallel import peer_shards, peer_units, tables, undivided, unused, watch
 from patchgen.runtime.parallel.config import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train.host_copies import pinned
@@ -156,6 +156,17 @@ def require_replayable(recipe: Recipe, layout: ParallelConfig) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise RecipeError(f"train.cuda_graph {reason}.")
+
+
+def require_no_tables(recipe: Recipe, model: nn.Module) -> None:
+    """Raises RecipeError if rows of a table are sent for (`parallel/tables.py`): how many, the host has to know."""
+    names, _ = tables.choose(model, recipe.parallel.shard_tables_above)
+    if names:
+        raise RecipeError(
+            f"train.cuda_graph cannot wait for how many rows of {names[0]} ranks want: it has "
+            f"{model.get_parameter(names[0]).numel():,} parameters, more than parallel.shard_tables_above. To fix: remove "
+            "train.cuda_graph, or let FSDP gather it: parallel.shard_tables_above: null."
+        )
 
 
 def summary_of(replayed: int, others: Mapping[int, int]) -> str:

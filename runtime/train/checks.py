@@ -17,7 +17,7 @@ from patchgen.runtime.checkpoint.load import match_checkpoint
 from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import sharding
-from patchgen.runtime.train import data_check, lora, lora_targets, reading, router_balance, run_plan, setup
+from patchgen.runtime.train import captured, data_check, lora, lora_targets, reading, router_balance, run_plan, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 
@@ -49,6 +49,8 @@ def build_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
     model = models.build_on_meta(recipe)
     models.configure_seams(recipe, model)
     router_balance.require_possible(recipe, model)
+    if recipe.train.cuda_graph:
+        captured.require_no_tables(recipe, model)
     if (teacher_recipe := choose.teacher_recipe(recipe)) is not None:
         teacher = models.build_on_meta(teacher_recipe)
         choose.require_same_vocab_size(model, teacher)

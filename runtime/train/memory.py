@@ -3,7 +3,7 @@
 parameters, gradients, optimizer    exact, from shapes and layout (an even share; the last rank's may be smaller)
 copies                              of undivided parameters in the dtype that layers compute in; experts' weights kept in FP8
 shared                              what other ranks read and write: shards, places for gradients, experts' tokens
-gathered                            layers that are gathered at the same time, embeddings and head
+gathered                            layers that are gathered at the same time, embeddings and head; not row-sharded tables
 activations                         what layers save for the backward, from the widths of their linear layers (`saved.py`)
 loss                                the gradient of a fused head, the logits of a chunk; all logits if the loss is not fused
 
@@ -27,7 +27,7 @@ from torch import nn
 
 from patchgen.kernels.loss.linear_cross_entropy import tokens_per_chunk
 from patchgen.runtime import seams
-from patchgen.runtime.parallel import ParallelConfig, peer_memory, peer_shards, peer_units, sharding
+from patchgen.runtime.parallel import ParallelConfig, peer_memory, peer_shards, peer_units, sharding, tables
 from patchgen.runtime.train import lora_targets, optimizers, saved
 from patchgen.runtime.train.flops import model_cost
 from patchgen.runtime.train.precision import kept_fp8_forms
@@ -111,12 +111,17 @@ def estimate(
     """
     itemsize = (compute_dtype or getattr(torch, recipe.model.dtype)).itemsize
     experts = set(sharding.expert_paths(model))
+    in_rows = set(tables.choose(model, recipe.parallel.shard_tables_above)[0])
     stored, trained, states = _state(model, recipe, layout)
     layers = sharding.find_layers(model, None)
     owners = {id(parameter): index for index, layer in enumerate(layers) for parameter in layer.parameters()}
     units, root = [_Unit() for _ in layers], _Unit()
     for name, parameter in model.named_parameters():
         unit = units[owners[id(parameter)]] if id(parameter) in owners else root
+        if name in in_rows:  # a dense gradient of this rank's rows
+            is_trained = parameter.requires_grad and recipe.lora is None
+            unit.gradients += is_trained * -(-parameter.numel() // layout.world) * parameter.element_size()
+            continue
         _add(unit, parameter, name in experts, recipe, layout, itemsize, device_type, compute_dtype)
     uses_peers = _uses_peers(recipe, layout, compute_dtype, device_type)
     gradients = sum(unit.gradients for unit in (*units, root)) if recipe.lora is None else trained
@@ -198,9 +203,11 @@ def _state(model: PreTrainedModel, recipe: Recipe, layout: ParallelConfig) -> tu
     """Bytes of parameters, of gradients in their dtypes, and of the optimizer."""
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     of_muon = optimizers.muon_matrices(model, trainable, recipe.optim) if recipe.optim.name == "muon" else {}
+    in_rows = set(tables.choose(model, recipe.parallel.shard_tables_above)[0])
     stored, trained, states = 0, 0, 0
     for name, parameter in model.named_parameters():
-        share = -(-parameter.numel() // layout.num_shards) * parameter.element_size()
+        shards = layout.world if name in in_rows else layout.num_shards
+        share = -(-parameter.numel() // shards) * parameter.element_size()
         stored += share
         if parameter.requires_grad and recipe.lora is None:
             trained += share

@@ -351,6 +351,7 @@ def sharding_options(section: ParallelSection, device: torch.device) -> sharding
         prefetch=section.prefetch,
         cpu_offload=section.cpu_offload,
         compile_layers=section.compile_layers,
+        shard_tables_above=section.shard_tables_above,
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from patchgen.runtime import attention, attention_kinds
 from patchgen.runtime.checkpoint.load import match_checkpoint
 from patchgen.runtime.objectives import choose
-from patchgen.runtime.parallel import checkpointing, report
+from patchgen.runtime.parallel import checkpointing, report, tables
 from patchgen.runtime.parallel.config import ParallelConfig, draw
 from patchgen.runtime.parallel.offloaded_inputs import KEPT_ATTENTION
 from patchgen.runtime.train import (
@@ -187,6 +187,7 @@ def describe(
         f"optimizer    {recipe.optim.name}, lr {rates[0]:.2e} at step 1, {rates[1]:.2e} at step {train.steps}",
         *(f"{name:<12} {chosen.get(name, 'eager')}" for name in report.seam_users(model)),
         *_attention_lines(recipe, model, device),
+        *_table_lines(recipe, model),
         *(
             [f"lora         {lora_targets.find_targets(model, recipe.lora).summary}"]
             if recipe.lora is not None
@@ -211,6 +212,17 @@ def _attention_lines(recipe: Recipe, model: PreTrainedModel, device: PlannedDevi
         return ["attention    chosen there: the fastest of those installed that takes these layers"]
     names = attention_kinds.named_in(model.config)
     return attention_choice.explain(type(model), model.config, names, models.compute_dtype(recipe)).splitlines()
+
+
+def _table_lines(recipe: Recipe, model: PreTrainedModel) -> list[str]:
+    """Large embeddings: whose rows are sent for, and which are gathered all the same."""
+    names, gathered = tables.choose(model, recipe.parallel.shard_tables_above)
+    counts = {
+        name: f"{name}, {model.get_parameter(name).numel() / 1e9:,.2f} B parameters" for name in (*names, *gathered)
+    }
+    return [f"table        {counts[name]}: rows are sent for" for name in names] + [
+        f"table        {counts[name]}: gathered, for {reason}" for name, reason in gathered.items()
+    ]
 
 
 def _share_of_device(total: int, device: PlannedDevice) -> list[str]:

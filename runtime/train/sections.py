@@ -96,6 +96,8 @@ class ParallelSection:
         prefetch: number of layers gathered ahead of the running one.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         compile_layers: torch.compile each layer.
+        shard_tables_above: embeddings of more parameters that are not tied to a head are not gathered: ids are sent to the ranks of
+            their rows, rows come back; null: all are gathered.
         activation_checkpointing: what a layer keeps for the backward. none: all activations; full: its input, the layer is computed
             again; selective: matrix products, attention and what is exchanged, the cheap rest is computed again; offload: all, in
             host memory.
@@ -118,6 +120,7 @@ class ParallelSection:
     prefetch: NonNegativeInt = 1
     cpu_offload: bool = False
     compile_layers: bool = False
+    shard_tables_above: PositiveInt | None = 2**31
     activation_checkpointing: Literal["none", "full", "selective", "offload"] = "none"
     offload_inputs: bool = False
     offload_attention: bool = False

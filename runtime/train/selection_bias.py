@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from patchgen.runtime import parallel, seams
 from patchgen.runtime.parallel import sharding
-from patchgen.runtime.parallel.expert_load import num_experts_of, routing_index
+from patchgen.runtime.parallel.experts_calls import num_experts_of, routing_index
 from patchgen.runtime.train import reading
 from patchgen.runtime.verify import given_config
 from patchgen.runtime.verify.inputs import text_cases

@@ -6,6 +6,7 @@
 | `x.reshape(-1, self.config.audio_config.intermediate_size)` groups frames: it is a whole number of widths | the modeling file |
 | `self.config.audio_config.projection_bias`, which its class does not have, is set: no bias, or a small size | the modeling file |
 | a vocabulary has an id for each code of an image tokenizer | names in the modeling file |
+| `image_token_offset`, `audio_token_offset`: the codes of each tokenizer follow one another in the vocabulary | the fields' names |
 | the text model has the layers that `spatial_target_layers` names | the field's name |
 | a chunk of samples is a multiple of the hop | the last part whose full `hop_length` divides the full length |
 """
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from patchgen.runtime.verify.small_config import SmallConfig
 
 TOWER_LAYER_FIELD = re.compile(r"(\w+)_feature_layers?$")
+CODE_OFFSET_FIELD = re.compile(r"(image|audio)_token_offset$")
+CODE_TOKENIZERS = {"image": "vision_config", "audio": "audio_config"}
 TEXT_LAYER_FIELD = re.compile(r"\w+_target_layers$")
 SUB_CONFIG_READ = re.compile(r"\bconfig\.(\w+_config)\.(\w+)\b(?!\()")
 NAMED_IDS = re.compile(r"""vocab_map\.get\(["'](.+?)["']\)""")
@@ -79,6 +82,21 @@ def vocabulary_map(
     return {
         "vocabulary_map": {name: next(special_ids) for name in (*dict.fromkeys(NAMED_IDS.findall(source)), *codes)}
     }
+
+
+def code_offsets(values: Mapping[str, object], parts: Mapping[str, SmallConfig], first_special: int) -> dict[str, int]:
+    """The ids of the first code of each tokenizer, in the order of the full config and without gaps, below the special ids."""
+    offsets = {
+        name: value
+        for name, value in values.items()
+        if type(value) is int and (match := CODE_OFFSET_FIELD.match(name)) and CODE_TOKENIZERS[match[1]] in parts
+    }
+    small: dict[str, int] = {}
+    end = first_special
+    for name in sorted(offsets, key=offsets.__getitem__, reverse=True):
+        end -= parts[CODE_TOKENIZERS[name.partition("_")[0]]].config.codebook_size
+        small[name] = end
+    return small
 
 
 def layer_numbers(values: Mapping[str, object], parts: Mapping[str, SmallConfig]) -> dict[str, object]:

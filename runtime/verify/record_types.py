@@ -89,6 +89,13 @@ class PartRecord(TypedDict):
     default: BuiltModel
 
 
+class MendRecord(TypedDict):
+    """What the proof changes in upstream's own code too: a statement, and the code that stands in its place."""
+
+    statement: str
+    code: str
+
+
 class EditRecord(TypedDict):
     """A hand edit: hashes of the edit itself, and of its target as upstream had it."""
 
@@ -96,6 +103,7 @@ class EditRecord(TypedDict):
     target: str
     edit: str
     upstream: str
+    mend: NotRequired[MendRecord]
 
 
 class Provenance(TypedDict):

@@ -185,6 +185,8 @@ def small_form(
         explicit.setdefault("sliding_window", sizes.WINDOW)
     sub_configs = _default_sub_configs(config_class, variant, exact) if sub_configs is None else sub_configs
     parts = _parts(config_class, sub_configs, special_ids)
+    declared = {name: explicit.get(name, declared_value(field)) for name, field in fields.items()}
+    explicit |= field_relations.code_offsets(declared, parts, special_ids.first)
     nested_configs = {key: part.config for key, part in parts.items()}
     overrides: dict[str, Any] = dict(nested_configs)
     unclassified = [f"{key}.{name}" for key, part in parts.items() for name in part.unclassified]

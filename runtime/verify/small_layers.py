@@ -162,6 +162,10 @@ def related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides: 
     stages = values.get("base_channels"), values.get("channel_multiplier"), values.get("hidden_size")
     if stages[0] and stages[1] and stages[0] * stages[1][-1] == stages[2]:  # of the last stage
         fields["hidden_size"] = small["base_channels"] * small["channel_multiplier"][-1]
+    if (
+        values.get("codebook_dim") == values.get("hidden_size") is not None
+    ):  # nothing projects between encoder and codebook
+        fields["codebook_dim"] = small["hidden_size"]
     middle, out = values.get("intermediate_layers_indices"), values.get("vision_output_dim")
     if middle and out == (len(middle) + 1) * values["hidden_size"]:  # of these layers, and of the last
         fields |= {"intermediate_layers_indices": [0, 1], "vision_output_dim": 3 * small["hidden_size"]}

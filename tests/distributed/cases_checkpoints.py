@@ -214,7 +214,14 @@ def initialised_parts(head: str, file: str, source: str) -> torch.Tensor:
 
 
 def train(
-    name: str, directory: str, *, steps: int, save_at: int = 0, resume: bool = False, **layout
+    name: str,
+    directory: str,
+    *,
+    steps: int,
+    save_at: int = 0,
+    resume: bool = False,
+    shard_tables_above: int | None = None,
+    **layout,
 ) -> tuple[list[float], int]:
     """Losses of a run, and its first step; with `resume` from the newest checkpoint, built on the meta device as users do."""
     attention.register()
@@ -222,7 +229,7 @@ def train(
     model = cases_models.build(name, generated=True, attention_name="patchgen_eager")
     if resume:
         model = cases_models.on_meta(model)
-    sharding.shard_model(model, state)
+    sharding.shard_model(model, state, options=sharding.ShardingOptions(shard_tables_above=shard_tables_above))
     if resume:
         sharding.materialise(model, "cpu")
     optimizer = torch.optim.AdamW(sharding.optimizer_groups(model), lr=1e-3)

@@ -90,6 +90,34 @@ MODELS: dict[str, tuple[str, dict]] = {
             "linear_conv_kernel_dim": 3,
         },
     ),
+    "qwen4_exp_text": (
+        "Qwen4ExpForCausalLM",
+        {
+            **_EXPERTS,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 16,
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 3,
+            "hc_count": 2,
+            "hc_lowrank": 8,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 8,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 4,
+            "ple_layer_ids": [1],
+            "eos_token_id": 5,
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 40,
+            "make_ngram_vocab_size_divisible_by": 3,
+            "split_ngram_parts": 3,
+            "rope_parameters": {"mrope_section": [2, 1, 1], "rope_theta": 10000.0, "rope_type": "default"},
+        },
+    ),
     "qwen3_5_text": (
         "Qwen3_5ForCausalLM",
         {
@@ -218,7 +246,7 @@ def reference(name: str, packed: bool, micro_batches: int, perturbed: int = 0) -
                 share.backward()
                 total += float(share)
         if step == 0:
-            first = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+            first = {key: gradient_or_zeros(parameter) for key, parameter in model.named_parameters()}
         losses.append(total)
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
         optimizer.step()
@@ -287,8 +315,10 @@ def agrees(
         dist.all_reduce(total)
         losses.append(float(total))
         if step == 0:
-            first = {key: full_tensor(parameter.grad) for key, parameter in model.named_parameters()}
-        norms.append(float(gradients.clip(model, MAX_NORM)))
+            first = {key: full_tensor(gradient_or_zeros(parameter)) for key, parameter in model.named_parameters()}
+        norm = gradients.clip(model, MAX_NORM)
+        gradients.accept(model, norm, on_nonfinite="stop")  # parameters that no rank used do not decay
+        norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
     last = {key: full_tensor(parameter.detach()) for key, parameter in model.named_parameters()}
@@ -311,6 +341,11 @@ def slice_of_step(step: int, packed: bool, state, index: int, micro_batches: int
     mine = {key: value[rows] for key, value in whole.items()}
     mine["position_ids"] = positions(packed).expand(len(rows), -1)
     return batch.slice_batch(mine, sp=state.sp, sp_rank=state.sp_rank)
+
+
+def gradient_or_zeros(parameter: Tensor) -> Tensor:
+    """A copy of the gradient; zeros for parameters of which only an order is used: those that select keys."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from patchgen.model_configs import ModelConfig
 from patchgen.upstream import Upstream
 
 DATA = Path(__file__).parent / "data"
-RELEASE = "5.23.0"
+RELEASE = "5.24.0"
 """The release of transformers that the accounts are of."""
 ADVICE = "If that is meant: `make accounts`, and review what git shows."
 RECORDING = bool(os.environ.get("PATCHGEN_RECORD"))

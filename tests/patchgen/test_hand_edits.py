@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 
 import pytest
 from generation_cases import applied, edited, load, written
@@ -16,6 +17,7 @@ from patchgen.passes.hand_edits import (
     Drop,
     EditMethod,
     HandEdits,
+    MendUpstream,
     OverrideMethod,
     ReplaceClass,
     ReplaceFunction,
@@ -113,6 +115,17 @@ def test_a_compound_statement_is_matched_as_a_whole():
 def test_a_statement_that_is_not_there_exactly_once_is_an_error(match, count):
     with pytest.raises(PassMismatch, match=rf"once and was found {count} times. Nearest: .*x = "):
         edit(EditMethod("Layer.forward", match, "pass", reason="why"))
+
+
+def test_what_is_mended_upstream_is_replaced_and_recorded_with_the_statement_that_the_proof_replaces():
+    """`provenance.json` has upstream's statement as it stands there, where `match` has a wildcard."""
+    mend = MendUpstream("Qwen3MoeMLP.forward", "return __", "return down_proj", reason="a test")
+    generated = pipeline.generate(load("qwen3_moe"), ModelConfig("qwen3_moe", edits=(mend,)))
+    assert "# edit Qwen3MoeMLP.forward: mend_upstream: a test\n" in generated.text
+    (record,) = json.loads(generated.provenance)["edits"]
+    assert record["mend"] == {"statement": "return down_proj", "code": "return down_proj"}
+    with pytest.raises(ConfigError, match="`where` must be left out"):
+        MendUpstream("Layer.forward", "x = 1", "x = 2", reason="why", where="after")
 
 
 def test_one_statement_is_matched_and_not_two():

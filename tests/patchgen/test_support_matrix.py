@@ -86,4 +86,4 @@ def test_to_verify_one_model_writes_no_page_about_others(ranks, tmp_path, monkey
         return {path.name for path in pages if path.read_bytes() != before.get(path.name)}
 
     assert verify(["llama"], every=False) == set()
-    assert verify([], every=True) == {"models.md", "parallel.md"}, "only one model is committed here"
+    assert verify([], every=True) == {"models.md", "parallel.md", "names.md"}, "only one model is committed here"

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 from patchgen.runtime import registry
 from patchgen.runtime.checkpoint import initialise as initialisation
 from patchgen.runtime.checkpoint.initialise import initialise
-from patchgen.runtime.parallel import buffers, sharding
+from patchgen.runtime.parallel import buffers, sharding, tables
 from patchgen.runtime.train.model import weight_names
 from patchgen.runtime.verify.small_config import small_config
 
@@ -121,3 +121,31 @@ def test_large_tensors_have_the_same_values_on_any_number_of_cores(monkeypatch):
         flat = one[name].flatten()
         assert flat.std().item() == pytest.approx(config.initializer_range, rel=0.05), name
         assert len({part.sum().item() for part in flat.split(1000)}) == len(flat.split(1000)), "no part is another's"
+
+
+@pytest.mark.parametrize("part", [1000, 192], ids=["parts", "parts that end within a rank's rows"])
+def test_rows_of_a_table_have_the_values_of_the_whole(monkeypatch, part):
+    """Each rank's rows, drawn alone, beside the table drawn whole; the row of padding is zeros."""
+    monkeypatch.setattr(initialisation, "PART", part)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=500,
+        pad_token_id=3,
+    )
+    with torch.device("meta"):
+        model = registry.build_model(config)
+    sharding.materialise(model, "cpu")
+    initialise(model, ["model.embed_tokens.weight"], seed=0)
+    table = model.model.embed_tokens
+    whole = table.weight.detach().clone()
+    table.__class__ = tables.ShardedTable
+    for rank, (first, stop) in enumerate([(0, 167), (167, 334), (334, 500), (500, 500)]):
+        monkeypatch.setattr(initialisation.dist, "get_rank", lambda group, rank=rank: rank)
+        rows = torch.full((stop - first, 64), torch.nan)
+        monkeypatch.setattr(initialisation, "local_tensor", lambda _, rows=rows: rows)
+        table.sharded_rows = tables.ShardedRows("embed", None, (0, 167, 334, 500, 500), torch.float32)
+        initialise(model, ["model.embed_tokens.weight"], seed=0)
+        assert torch.equal(rows, whole[first:stop])

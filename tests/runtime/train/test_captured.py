@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_recipe import recipe_of
 
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.batch import slice_batch
@@ -21,9 +22,11 @@ from patchgen.runtime.train.captured import (
     REPLAYABLE,
     GraphShape,
     complete_text_inputs,
+    require_no_tables,
     require_replayable,
     summary_of,
 )
+from patchgen.runtime.train.model import build_on_meta
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 from patchgen.runtime.train.records import Summary
 
@@ -120,3 +123,12 @@ def test_a_run_says_how_many_steps_were_replayed_and_why_the_others_were_not():
     assert set(REASONS) == set(range(REPLAYABLE)), "each reason has words"
     ended = Summary(steps=30, reason="steps", directory="runs/mine", export=None, graph=told)
     assert view.ending(ended).splitlines()[-1] == f"graph: {told}"
+
+
+def test_rows_of_a_table_cannot_be_replayed():
+    """Refused once the model is known; without such a table it is not."""
+    recipe = recipe_of(parallel={"shard_tables_above": 1})
+    with pytest.raises(RecipeError, match=r"rows of model.embed_tokens.weight .* parallel.shard_tables_above: null"):
+        require_no_tables(recipe, build_on_meta(recipe))
+    recipe = recipe_of()
+    require_no_tables(recipe, build_on_meta(recipe))

@@ -202,3 +202,24 @@ def test_models_without_experts_have_an_estimate(name):
         built = head._from_config(small_config(head.config_class).config)
     found = memory.estimate(built, recipe, ParallelConfig(), torch.bfloat16, FUSED)
     assert found.activations > 0 and found.total > found.parameters + found.gradients + found.optimizer
+
+
+def test_a_row_sharded_table_is_neither_gathered_nor_cast():
+    """It takes its rows, their gradients and states, on all ranks of replicas, too: beside an estimate with it gathered."""
+
+    def estimate(above: int | None, **layout: int) -> memory.Estimate:
+        recipe = recipe_of(parallel={"shard_tables_above": above, "param_dtype": "bfloat16"})
+        return memory.estimate(model.build_on_meta(recipe), recipe, ParallelConfig(**layout), torch.bfloat16, FUSED)
+
+    table = model.build_on_meta(recipe_of()).get_input_embeddings().weight.numel()
+    for layout in ({}, {"dp_shard": 2}):
+        rows, whole = estimate(1, **layout), estimate(None, **layout)
+        assert (rows.parameters, rows.gradients, rows.optimizer) == (
+            whole.parameters,
+            whole.gradients,
+            whole.optimizer,
+        )
+        assert whole.gathered + whole.copies - rows.gathered - rows.copies == 2 * table
+        assert rows.total < whole.total
+    replicas = estimate(None, dp_replicate=2).parameters - estimate(1, dp_replicate=2).parameters
+    assert replicas == 4 * table // 2
