@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from patchgen import commands
+from patchgen import commands, executed_code
 from patchgen.errors import ConfigError, PatchgenError
 from patchgen.runtime.process_exit import end_process
 
@@ -490,6 +490,8 @@ def fingerprint(
 
 def main() -> None:
     """Entry point: errors meant for the user are printed without a traceback."""
+    if sys.argv[1:2] in (["verify"], ["sweep"]):
+        executed_code.start()  # before anything imports what a proof runs
     try:
         app()
     except PatchgenError as error:

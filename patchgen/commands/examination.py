@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from patchgen import emit, model_configs, pipeline, provenance, upstream
+from patchgen import emit, executed_code, model_configs, pipeline, provenance, upstream
 from patchgen.errors import PatchgenError
 
 if TYPE_CHECKING:
@@ -38,12 +38,14 @@ class Examined:
     Attributes:
         generated_digest: the digest of the generated text, or of the refusal in its place.
         row: None where generation gives the text that the present row is about: the row stays, with these facts.
+        code: what its process has called (`executed_code.functions`).
     """
 
     model_type: str
     generated_digest: str
     facts: GenerationFacts
     row: CoverageRow | None
+    code: frozenset[str] = frozenset()
 
 
 def set_worker_environment() -> None:
@@ -110,7 +112,7 @@ def examine(model_type: str, version: str, *, takes_media: bool = False, known_d
             status, reason, proof = GENERATED, short_reason(error), None
     seconds = time.perf_counter() - start
     proven = row(model_type, status, reason, facts, proof, seconds=seconds, generation_seconds=generation)
-    return Examined(model_type, models_digest, facts, proven)
+    return Examined(model_type, models_digest, facts, proven, executed_code.functions())
 
 
 def unproven(model_type: str, status: str, reason: str, models_digest: str, *, seconds: float = 0.0) -> Examined:

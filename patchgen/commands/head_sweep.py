@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import re
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.progress import track
 
-from patchgen import provenance, upstream
-from patchgen.commands import examination
+from patchgen import executed_code, provenance, upstream
+from patchgen.commands import examination, own_process
 from patchgen.commands.console import console
 from patchgen.commands.examination import CAUSAL_MAP, COMPARED_IMPLEMENTATIONS, FAILED, GENERATED, PROVEN
 from patchgen.errors import ConfigError
-from patchgen.runtime.verify import records, source_keys
+from patchgen.runtime.verify import code_sets, records, source_keys
 from patchgen.runtime.verify.committed_models import page_of, records_folder
 from patchgen.templates import render
 
@@ -75,31 +71,20 @@ def sweep(jobs: int, version: str | None, only: Iterable[str], output: Path | No
     for (model_type, _), row in rows.items():
         if model_type in wanted and model_type not in stale:  # today's generator gives the same text
             row["sources"] = source_keys.model_sources_hash(model_type, release)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=examination.set_worker_environment) as pool:
-        futures = {
-            pool.submit(examine, model_type, heads, release.version): model_type
-            for model_type, heads in wanted.items()
-            if model_type in stale
-        }
-        done = track(as_completed(futures), "sweeping", len(futures), console=console, disable=not console.is_terminal)
-        for future in done:
-            try:
-                found = future.result()
-            except BrokenProcessPool as error:
-                raise ConfigError(
-                    f"A process died (out of memory, or a crash in native code), at {futures[future]} or a type swept at the "
-                    f"same time. Finished rows are in {path}. To fix: run it again; --jobs 1 names the type that crashed."
-                ) from error
-            except BaseException:
-                for waiting in futures:
-                    waiting.cancel()  # on an error, the pool would otherwise run these first, and lose their rows
-                raise
-            rows |= {(row["model_type"], row["kind"]): row for row in found}
-            write(path, rows)
-            if not console.is_terminal:
-                for row in found:
-                    console.print(f"{row['head']}: {row['status']} {row['reason']}", soft_wrap=True, markup=False)
+    calls = {
+        model_type: {"heads": heads, "version": release.version}
+        for model_type, heads in wanted.items()
+        if model_type in stale
+    }
+    done = own_process.run_each(examine, calls, jobs)
+    for _, found in track(done, "sweeping", len(calls), console=console, disable=not console.is_terminal):
+        if isinstance(found, own_process.ProcessDied):
+            raise ConfigError(f"{found}. Finished rows are in {path}. To fix: free memory, and run it again.")
+        rows |= {(row["model_type"], row["kind"]): row for row in found}
+        write(path, rows)
+        if not console.is_terminal:
+            for row in found:
+                console.print(f"{row['head']}: {row['status']} {row['reason']}", soft_wrap=True, markup=False)
     write(path, rows)
     swept = [rows[model_type, kind] for model_type, heads in wanted.items() for kind in heads]
     proven = [row for row in swept if row["status"] == PROVEN]
@@ -136,7 +121,9 @@ def examine(model_type: str, heads: Mapping[str, str], version: str) -> list[Hea
             "reason": reason,
             "seconds": round(time.perf_counter() - start, 2),
             "sources": sources,
-            "made_with": records.row_made_with(digest, records.current_key() | {"transformers": version}),
+            "made_with": records.row_made_with(
+                digest, executed_code.functions(), records.current_key() | {"transformers": version}
+            ),
         }
         found.append(row)
     return found
@@ -146,7 +133,7 @@ def read(path: Path) -> dict[tuple[str, str], HeadRow]:
     """The rows of a record by type and kind; empty if there is none."""
     if not path.is_file():
         return {}
-    record: HeadsRecord = json.loads(path.read_text(encoding="utf-8"))
+    record: HeadsRecord = code_sets.read(path)
     return {(row["model_type"], row["kind"]): row for row in record["rows"]}
 
 
@@ -157,7 +144,7 @@ def write(path: Path, rows: Mapping[tuple[str, str], HeadRow]) -> None:
     record: HeadsRecord = {"key": records.current_key(), "rows": ordered}
     page_path = page_of(path)
     page_path.parent.mkdir(parents=True, exist_ok=True)
-    provenance.write_whole({path: json.dumps(record, indent=1) + "\n", page_path: page(ordered)})
+    provenance.write_whole({path: code_sets.dumps(record, indent=1), page_path: page(ordered)})
 
 
 def page(rows: Sequence[HeadRow]) -> str:

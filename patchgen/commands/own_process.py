@@ -1,4 +1,4 @@
-"""Calls of a function, each in a process of its own: nothing that one leaves in memory reaches another, and a crash is only its own.
+"""Calls of a function, each in a process of its own: nothing that one leaves in memory reaches another, nor does a crash.
 
 Processes are forks of one that has imported what they need (a fork server), so that each costs no import of torch.
 """
@@ -13,7 +13,12 @@ from typing import Any
 
 from patchgen.commands.examination import set_worker_environment
 
-PRELOADED = ["torch", "transformers.modeling_utils", "patchgen.commands.examination", "patchgen.runtime.verify.verify_model"]
+PRELOADED = [
+    "torch",
+    "transformers.modeling_utils",
+    "patchgen.commands.examination",
+    "patchgen.runtime.verify.verify_model",
+]
 DIED = "its process died (out of memory, or a crash in native code)"
 
 
@@ -56,10 +61,11 @@ def _run(function: Callable[..., Any], calls: Mapping[str, Mapping[str, Any]], j
                 process.start()
                 remote.close()
                 running[connection] = (name, process)
-            for connection in wait(list(running)):
-                name, process = running.pop(connection)  # pyright: ignore[reportArgumentType]  # of this dict
+            ready = wait(list(running))
+            for connection in [one for one in running if one in ready]:
+                name, process = running.pop(connection)
                 try:
-                    succeeded, result = connection.recv()  # pyright: ignore[reportAttributeAccessIssue]
+                    succeeded, result = connection.recv()
                 except EOFError:
                     succeeded, result = True, ProcessDied(f"{name}: {DIED}")
                 process.join()

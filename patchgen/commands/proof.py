@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from patchgen import provenance
+from patchgen import executed_code, provenance
 from patchgen.commands import checkpoints, file_errors, models_page, support_matrix
 from patchgen.commands.console import console
 from patchgen.errors import ConfigError, UpstreamNotFound
-from patchgen.runtime.verify import records
+from patchgen.runtime.verify import code_sets, records
 from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, named_models
 from patchgen.runtime.verify.layout import Layout
 
@@ -105,9 +105,7 @@ def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
     from patchgen.runtime.verify.ranks import CaseFailed
     from patchgen.runtime.verify.verify_model import verify_model
 
-    sources = records.current_key()
-    made_with = records.made_with(sources["prover"], sources)
-    made_on_ranks_with = records.made_with(sources["rank_prover"], sources)
+    releases = records.current_key()
     for subject in subjects:
         with _refusals_of(subject), file_errors.told(subject, head):
             proof = verify_model(subject, head=head)
@@ -123,7 +121,11 @@ def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
             yield False
             continue
         proof_table.print_proof(proof)
-        report.write_proof(proof, subject.directory, made_with, made_on_ranks_with=made_on_ranks_with)
+        code = executed_code.functions()
+        made_on_ranks_with = code_sets.made_with(code | proof.code_on_ranks, releases)
+        report.write_proof(
+            proof, subject.directory, code_sets.made_with(code, releases), made_on_ranks_with=made_on_ranks_with
+        )
         yield proof.is_proven
 
 
@@ -132,9 +134,8 @@ def _prove_on_ranks(subjects: list[GeneratedModel], layout: Layout, head: str | 
     from patchgen.runtime.verify import media_ranks, rank_report, report
     from patchgen.runtime.verify.ranks import RankPool
 
-    sources = records.current_key()
-    with contextlib.closing(RankPool(layout.ranks)) as pool:
-        for subject in subjects:
+    for subject in subjects:
+        with contextlib.closing(RankPool(layout.ranks)) as pool:
             with _refusals_of(subject):
                 subject.upstream()  # a missing source fails here, not on every rank
                 training = report.read_training(subject.directory, subject.file, head or subject.heads[0])
@@ -148,7 +149,7 @@ def _prove_on_ranks(subjects: list[GeneratedModel], layout: Layout, head: str | 
                     separates=training["separates_documents"] if training is not None else False,
                 )
             rank_report.print_results(subject.name, layout.name, results)
-            made_with = records.made_with(sources["rank_prover"], sources)
+            made_with = code_sets.made_with(executed_code.functions() | pool.functions(), records.current_key())
             rank_report.write_results(subject.file, layout.name, results, made_with)
             yield bool(results) and not any(result.reason for result in results)
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-import multiprocessing
 from collections.abc import Container, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +13,7 @@ from rich.progress import track
 from patchgen import source, upstream
 from patchgen.anatomy import Anatomy, Role, media, study
 from patchgen.anatomy.roles import AUDIO_INPUTS
-from patchgen.commands import support_matrix
+from patchgen.commands import own_process, support_matrix
 from patchgen.commands.console import console
 from patchgen.commands.examination import (
     CAUSAL_MAP,
@@ -29,7 +26,6 @@ from patchgen.commands.examination import (
     examine,
     generated_digest,
     row,
-    set_worker_environment,
     unproven,
 )
 from patchgen.errors import ConfigError
@@ -76,7 +72,7 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
         new = _merged(rows.get((takes_media, model_type)), found, key)
         new["family"] = _family(model_type, release) if takes_media else TEXT
         new["sources"] = sources[model_type]
-        new["made_with"] = records.row_made_with(found.generated_digest, key)
+        new["made_with"] = records.row_made_with(found.generated_digest, found.code, key)
         if not records.needs_ranks(new):
             new.pop("ranks", None)
         rows[takes_media, model_type] = new
@@ -175,7 +171,7 @@ def sweep_ranks(
             "difference": found.result.difference,
             "reason": found.result.reason,
             "applies": found.result.applies,
-            "made_with": records.cell_made_with(found.generated_digest, key, found.separates),
+            "made_with": records.cell_made_with(found.generated_digest, found.code, key, found.separates),
         }
         rows[takes_media, found.model_type].setdefault("ranks", {})[found.layout] = cell
         records.write(path, rows)
@@ -240,40 +236,19 @@ def _require_layout(sp: int, ep: int, world: int) -> None:
 
 
 def _examine_all(todo: Mapping[str, str], version: str, jobs: int, *, takes_media: bool) -> Iterator[Examined]:
-    """Examines types, and yields each as it finishes. One whose process dies even when alone gets a row without a proof.
+    """Examines types, and yields each as it finishes. One whose process dies gets a row without a proof.
 
     Args:
         todo: model type -> the digest of the generated text of its current row, or "".
     """
-    remaining = dict(todo)
-    while remaining:
-        for found in _examine_until_crash(remaining, version, jobs, takes_media=takes_media):
-            del remaining[found.model_type]
-            yield found
-        # A crash ends every process of a pool, so it does not tell which type crashed. Types start in their order:
-        # the first unfinished ones were running, so each is tried alone before it is blamed.
-        for model_type in list(remaining)[:jobs]:
-            alone = {model_type: remaining.pop(model_type)}
-            found = next(_examine_until_crash(alone, version, 1, takes_media=takes_media), None)
-            reason = "its process died (out of memory, or a crash in native code)"
-            yield found or unproven(model_type, GENERATED, reason, generated_digest(model_type, version))
-
-
-def _examine_until_crash(todo: Mapping[str, str], version: str, jobs: int, *, takes_media: bool) -> Iterator[Examined]:
-    """The same in one pool, until one of its processes dies: the types that are then unfinished are left out."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=context, initializer=set_worker_environment) as pool:
-        futures = [
-            pool.submit(examine, model_type, version, takes_media=takes_media, known_digest=known)
-            for model_type, known in todo.items()
-        ]
-        try:
-            for future in as_completed(futures):
-                if not isinstance(future.exception(), BrokenProcessPool):
-                    yield future.result()
-        finally:
-            for future in futures:
-                future.cancel()  # on an error, the pool would otherwise run these first, and lose their rows
+    calls = {
+        model_type: {"version": version, "takes_media": takes_media, "known_digest": known}
+        for model_type, known in todo.items()
+    }
+    for model_type, found in own_process.run_each(examine, calls, jobs):
+        if isinstance(found, own_process.ProcessDied):
+            found = unproven(model_type, GENERATED, own_process.DIED, generated_digest(model_type, version))
+        yield found
 
 
 def types_of(family: str, release: upstream.Release) -> list[str]:

@@ -23,7 +23,7 @@ from patchgen.pipeline import Generated
 from patchgen.runtime import registry
 from patchgen.runtime.code_hash import short_hash
 from patchgen.runtime.compatibility import ALLOW_VARIABLE, digest
-from patchgen.runtime.verify import source_closure
+from patchgen.runtime.verify import code_sets
 from patchgen.runtime.verify.verdict import PROVEN
 from patchgen.upgrade import environments, releases
 from patchgen.upgrade.findings import PERSON, ModelUpgrade, Upgrade
@@ -213,7 +213,7 @@ def _copy_model(source: Path, target: Path) -> None:
 
 
 def _proof_in(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / PROOF).read_text(encoding="utf-8"))
+    return code_sets.read(folder / PROOF)
 
 
 def _has_current_proof(folder: Path, generated: Generated, context: MoveContext) -> bool:
@@ -225,8 +225,11 @@ def _has_current_proof(folder: Path, generated: Generated, context: MoveContext)
     proof = _proof_in(folder)
     made_with = proof.get("made_with", {})
     is_same_text = proof.get("sha256") == digest(file)
-    is_same_prover = made_with.get("prover") == source_closure.prover()
-    return is_same_text and is_same_prover and made_with.get("transformers") == context.target.release.version
+    return (
+        is_same_text
+        and code_sets.is_current(made_with)
+        and made_with.get("transformers") == context.target.release.version
+    )
 
 
 def prove(python: Path, folder: Path, jobs: int, variables: Mapping[str, str] | None = None) -> None:

@@ -16,20 +16,24 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from patchgen.runtime.verify import source_units
 
+if TYPE_CHECKING:
+    from patchgen.runtime.verify.record_types import MadeWith
+
 MADE_WITH, CODE, PROVER = "made_with", "code", "prover"
+RELEASES = ("transformers", "torch")
 _PACKAGE = "patchgen."
 
 
-def made_with(code: Iterable[str], releases: Mapping[str, str]) -> dict[str, Any]:
+def made_with(code: Iterable[str], releases: Mapping[str, str]) -> MadeWith:
     """The `made_with` of a proof that ran these functions (`executed_code.functions`) with these releases, now."""
     functions = frozenset(code)
     return {
-        PROVER: _hash_of(functions),
-        CODE: functions,
+        "prover": _hash_of(functions),
+        "code": functions,
         "transformers": releases["transformers"],
         "torch": releases["torch"],
     }
@@ -89,7 +93,9 @@ def id_of(functions: frozenset[str]) -> str:
 
 def _names_of(by_module: Mapping[str, list[str]]) -> list[str]:
     return [
-        f"{_PACKAGE}{module}:{'' if function == '.' else function}" for module, found in by_module.items() for function in found
+        f"{_PACKAGE}{module}:{'' if function == '.' else function}"
+        for module, found in by_module.items()
+        for function in found
     ]
 
 

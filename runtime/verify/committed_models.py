@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from patchgen import emit, provenance
 from patchgen.errors import UpstreamNotFound
 from patchgen.runtime.compatibility import digest
+from patchgen.runtime.verify import code_sets
 
 if TYPE_CHECKING:
     from patchgen.runtime.verify.record_types import LayoutRecord, ProofRecord, Provenance, RankProofRecord
@@ -42,12 +42,12 @@ class CommittedModel:
     def proof(self) -> ProofRecord | None:
         """The recorded proof in one process: `verify.json`."""
         path = self.folder / "verify.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return code_sets.read(path) if path.is_file() else None
 
     @functools.cached_property
     def _rank_record(self) -> RankProofRecord | None:
         path = self.folder / "verify_ranks.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return code_sets.read(path) if path.is_file() else None
 
     @property
     def layouts(self) -> list[str]:

@@ -107,6 +107,7 @@ class Proof:
     training: TrainingPath | None = None
     """The comparison on the training path; None if there was none."""
     two_ranks: Mapping[str, LayoutResult] | None = None
+    code_on_ranks: set[str] = field(default_factory=set)
     """The comparison on two ranks, by layout; None if there was none."""
     executed_lines: set[int] = field(default_factory=set)
     """Lines of the generated file that ran when it was built and in its cases."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from patchgen.runtime.compatibility import digest
+from patchgen.runtime.verify import code_sets
 from patchgen.runtime.verify.media_ranks import RankResult
 from patchgen.runtime.verify.report import one_digit
 
@@ -37,7 +37,7 @@ def write_results(file: Path, layout: str, results: Sequence[RankResult], made_w
     """
     path = file.parent / FILE_NAME
     sha256 = digest(file)
-    before: RankProofRecord | None = json.loads(path.read_text()) if path.is_file() else None
+    before: RankProofRecord | None = code_sets.read(path) if path.is_file() else None
     layouts: dict[str, LayoutRecord] = before.get("layouts", {}) if before and before.get("sha256") == sha256 else {}
     layouts[layout] = {
         "cases": {result.case: _case_record(result) for result in results},
@@ -45,7 +45,7 @@ def write_results(file: Path, layout: str, results: Sequence[RankResult], made_w
         "made_with": made_with,
     }
     record: RankProofRecord = {"sha256": sha256, "layouts": dict(sorted(layouts.items()))}
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    path.write_text(code_sets.dumps(record, indent=2))
     return path
 
 

@@ -24,6 +24,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from patchgen import executed_code
+
 PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.modeling_utils"]
 COLLECTIVE_TIMEOUT = 90.0
 OUT_OF_TIME = "Timed out waiting"  # in the error of a collective of gloo; the others are of ranks whose peer gave up
@@ -77,6 +79,7 @@ class RankPool:
         self._processes: list = []
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory | None = None
+        self._has_lost = False
 
     def run(self, case: Callable, *args, timeout: float = 240.0, **kwargs) -> list:
         """The results of `case(*args, **kwargs)` on every rank.
@@ -116,6 +119,7 @@ class RankPool:
             return [results[rank] for rank in range(self.world)]
         silent = [rank for rank in range(self.world) if rank not in results and rank not in errors]
         self.close()
+        self._has_lost = True
         parts = [f"rank {rank}:\n{text}" for rank, (text, _) in sorted(errors.items())]
         if silent:
             parts.append(f"ranks {silent} did not end")
@@ -127,8 +131,15 @@ class RankPool:
             "\n".join(parts), is_inconclusive=is_inconclusive, has_waited=has_waited, results=list(results.values())
         )
 
+    def functions(self) -> frozenset[str]:
+        """What the ranks have called since they started; everything, if a failed case ended ranks of which nobody knows."""
+        if self._has_lost:
+            return executed_code.everything()
+        return frozenset[str]().union(*self.run(executed_code.functions)) if self._processes else frozenset()
+
     def close(self) -> None:
         """Ends the ranks."""
+        self._has_lost = False
         for process in self._processes:
             process.kill()
         for process in self._processes:

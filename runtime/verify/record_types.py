@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 class MadeWith(TypedDict):
-    """What a result depends on besides the generated file: the hash of the prover's sources, and the releases."""
+    """What a result depends on besides the generated file: the code that its proof ran, its hash, and the releases."""
 
     prover: str
+    code: frozenset[str]
     transformers: str
     torch: str
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from packaging.version import Version
 
 from patchgen.runtime.attention_kinds import Kind
 from patchgen.runtime.compatibility import digest
-from patchgen.runtime.verify import given_config, source_closure, verdict
+from patchgen.runtime.verify import code_sets, given_config, verdict
 from patchgen.runtime.verify.comparison import Difference
 from patchgen.runtime.verify.observe import facts
 from patchgen.runtime.verify.proof import Proof
@@ -56,11 +55,11 @@ def write_proof(
     if copies := _copied_files(directory, proof.model):
         record["copies"] = copies
     if path.is_file():
-        before: ProofRecord = json.loads(path.read_text())
+        before: ProofRecord = code_sets.read(path)
         if before.get("sha256") == proof.file_sha256:
             others = set(before["transformers"]) - {transformers.__version__}
             record["transformers"] = sorted(others.union(record["transformers"]), key=Version)
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    path.write_text(code_sets.dumps(record, indent=2))
     return path
 
 
@@ -140,8 +139,10 @@ def read_two_ranks(directory: Path, file: Path, head: str) -> dict[str, str] | N
     found = record.get("two_ranks") if record is not None else None
     if record is None or found is None:
         return None
-    wanted = record["made_with"] | {"prover": source_closure.rank_prover()}
-    is_current = found["made_with"] == wanted
+    releases = [
+        {name: made[name] for name in code_sets.RELEASES} for made in (record["made_with"], found["made_with"])
+    ]
+    is_current = releases[0] == releases[1] and code_sets.is_current(found["made_with"])
     return {name: layout["reason"] for name, layout in found["layouts"].items()} if is_current else None
 
 
@@ -150,11 +151,11 @@ def _current_record(directory: Path, file: Path, head: str) -> ProofRecord | Non
     path = directory / FILE_NAME
     if not path.is_file():
         return None
-    record: ProofRecord = json.loads(path.read_text())
+    record: ProofRecord = code_sets.read(path)
     made_with: Mapping[str, object] = record.get("made_with", {})
     is_current = (
         record.get("status") in verdict.PROVEN_IN_ONE_PROCESS
-        and made_with.get("prover") == source_closure.prover()
+        and code_sets.is_current(made_with)
         and made_with.get("transformers") == transformers.__version__  # `transformers` has earlier releases, too
         and record["head"] == head
         and record["sha256"] == digest(file)

@@ -1,8 +1,8 @@
-"""What code a proof depends on, as a hash: the modules that a module imports, and those that these import.
+"""What code generation depends on, as a hash: the modules that a module imports, and those that these import.
 
 Imports count at the top of a file or in a function, and so do modules named in a string, to be imported later. Comments and
-docstrings do not, so they can change without making a result stale. Files are parsed, not imported, and the generator is not
-needed: a machine that trains may not have it.
+docstrings do not, so they can change without making a result stale. Files are parsed, not imported. What
+a proof depends on is observed instead (`executed_code.py`).
 """
 
 from __future__ import annotations
@@ -17,25 +17,8 @@ from patchgen.runtime.code_hash import short_hash, symbol_hash, without_docstrin
 
 PACKAGE = "patchgen"
 RUNTIME = (f"{PACKAGE}.runtime", f"{PACKAGE}.kernels")
-# What a proof executes, besides what generated code imports (`ops`). Built from parts: a full name counts as an import.
-PROVER = tuple(f"{PACKAGE}.{name}" for name in ("commands.examination", "runtime.verify.verify_model", "runtime.ops"))
-NEVER_COMPARED = tuple(f"{PACKAGE}.kernels.moe.{name}" for name in ("fp8_backend", "fp8_kept"))
-"""Of implementations that round, in whose place a proof runs one that does not (`seams.without_rounding`)."""
-RANK_PROVER = tuple(f"{PACKAGE}.runtime.{name}" for name in ("verify.parallel_coverage", "verify.media_ranks", "ops"))
 ROOT = Path(__file__).parents[2]
 """The folder of the package whose sources are read."""
-
-
-@functools.cache
-def prover() -> str:
-    """A hash of the sources that decide the result of a proof in one process, without the generated file."""
-    return hash_of(closure(PROVER, RUNTIME, without=NEVER_COMPARED).values())
-
-
-@functools.cache
-def rank_prover() -> str:
-    """The same of a comparison on ranks."""
-    return hash_of(closure(RANK_PROVER, RUNTIME, without=NEVER_COMPARED).values())
 
 
 # ------------------------------------------------------------------------------------------------- closures

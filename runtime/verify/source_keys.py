@@ -1,6 +1,6 @@
 """What a recorded result depends on: hashes of the generator and of a model's sources, and releases.
 
-The hashes of the code that proves are in `source_closure`.
+The code that proves is in `code_sets`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from pathlib import Path
 
 from patchgen import model_configs, provenance, upstream
 from patchgen.runtime.code_hash import short_hash
-from patchgen.runtime.verify import source_closure
+from patchgen.runtime.verify import code_sets, source_closure
 from patchgen.runtime.verify.source_closure import PACKAGE, RUNTIME, closure, hash_of
 
 GENERATOR = ("patchgen.pipeline",)
-PINS = ("transformers", "torch")
 
 
 @functools.cache
@@ -52,7 +51,7 @@ def own_config(model_type: str) -> str:
 @functools.cache
 def versions() -> dict[str, str]:
     """The installed releases that a proof depends on, without build tags; an empty text for one that is not installed."""
-    return {name: _version(name) for name in PINS}
+    return {name: _version(name) for name in code_sets.RELEASES}
 
 
 def _version(name: str) -> str:
@@ -68,7 +67,7 @@ def required_versions() -> dict[str, str]:
     if not pins.is_file():
         return versions()
     pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", pins.read_text(encoding="utf-8"), flags=re.MULTILINE))
-    return {name: pinned[name] for name in PINS if name in pinned}
+    return {name: pinned[name] for name in code_sets.RELEASES if name in pinned}
 
 
 def _templates(files: Iterable[Path]) -> list[Path]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,19 +61,23 @@ def hash_of(functions: Iterable[str]) -> str:
     """The hash of what was run, `executed_code.functions()`, in the sources of now. A function that is gone changes it."""
     hashes: set[str] = set()
     names: set[str] = set()
-    for module_name, entry in _expanded(functions):
+    entries = list(_expanded(functions))
+    for module_name, entry in entries:
         module = _module(module_name)
         if module is None:
             hashes.add(f"{module_name} is gone")
             continue
         owner = entry.rpartition(".")[0]
-        for kind, unit in (("", module.rest if not entry else module.functions.get(entry)), ("class ", module.named.get(owner))):
+        for kind, unit in (
+            ("", module.rest if not entry else module.functions.get(entry)),
+            ("class ", module.named.get(owner)),
+        ):
             if unit is not None:
                 hashes.add(f"{module_name}:{kind}{entry if not kind else owner} {unit.hash}")
                 names |= unit.mentions
             elif not kind:
                 hashes.add(f"{module_name}:{entry} is gone")
-    return short_hash(*sorted(hashes | _of_names(frozenset(names))))
+    return short_hash(*sorted(hashes | _of_names(names, _named(frozenset(module for module, _ in entries)))))
 
 
 def _expanded(functions: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -88,9 +92,8 @@ def _expanded(functions: Iterable[str]) -> Iterator[tuple[str, str]]:
             yield module_name, name
 
 
-def _of_names(names: frozenset[str]) -> set[str]:
+def _of_names(names: set[str], table: Mapping[str, list[tuple[str, Unit]]]) -> set[str]:
     """The units that these names can mean, and those that the names in these can."""
-    table = _named()
     found: set[str] = set()
     waiting, seen = set(names), set[str]()
     while waiting:
@@ -104,24 +107,16 @@ def _of_names(names: frozenset[str]) -> set[str]:
 
 
 @functools.cache
-def _named() -> dict[str, list[tuple[str, Unit]]]:
-    """What a name can mean in any module that is recorded: (place and hash, unit)."""
+def _named(module_names: frozenset[str]) -> dict[str, list[tuple[str, Unit]]]:
+    """What a name can mean in any of these modules: (place and hash, unit)."""
     table: dict[str, list[tuple[str, Unit]]] = {}
-    modules = {name: module for name in _recorded_modules() if (module := _module(name)) is not None}
-    for module_name, module in modules.items():
-        for name, unit in module.named.items():
-            entry = (f"{module_name}:{name} {unit.hash}", unit)
-            table.setdefault(name.rpartition(".")[2], []).append(entry)
-    for module in modules.values():
-        for alias, name in module.aliases.items():
-            table.setdefault(alias, []).append(("", Unit("", frozenset({name}))))
+    for module_name in sorted(module_names):
+        module = _module(module_name)
+        for name, unit in module.named.items() if module is not None else ():
+            table.setdefault(name.rpartition(".")[2], []).append((f"{module_name}:{name} {unit.hash}", unit))
+        for alias, name in module.aliases.items() if module is not None else ():
+            table.setdefault(alias, []).append((f"{alias} is {name}", Unit("", frozenset({name}))))
     return table
-
-
-def _recorded_modules() -> list[str]:
-    paths = (path.relative_to(ROOT.parent).with_suffix("") for path in sorted(ROOT.rglob("*.py")))
-    names = (".".join(path.parts).removesuffix(".__init__") for path in paths)
-    return [name for name in names if executed_code.is_recorded(name)]
 
 
 @functools.cache
@@ -156,7 +151,9 @@ def read(text: str, name: str, *, is_package: bool = False) -> Module:
             rest.append(statement)
     decorated = [function for _, function in executed_code.units(tree) if function.decorator_list]
     rest += [ast.Expr(decorator) for function in decorated for decorator in function.decorator_list]
-    aliases = {alias: target.rpartition(".")[2] for alias, target in imports.items() if target.rpartition(".")[2] != alias}
+    aliases = {
+        alias: target.rpartition(".")[2] for alias, target in imports.items() if target.rpartition(".")[2] != alias
+    }
     return Module(_unit(rest, imports), functions, named, aliases)
 
 
@@ -187,7 +184,11 @@ def _unit(statements: list[ast.stmt], imports: dict[str, str]) -> Unit:
 
 def _constant(statement: ast.stmt) -> str | None:
     """The name that a statement gives a value, if that is all it does."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
+    if (
+        isinstance(statement, ast.Assign)
+        and len(statement.targets) == 1
+        and isinstance(statement.targets[0], ast.Name)
+    ):
         return statement.targets[0].id
     if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
         return statement.target.id

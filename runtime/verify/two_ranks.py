@@ -92,12 +92,14 @@ def compare_on_two_ranks(
     separates: DocumentSeparation,
     layouts: Iterable[str] = TWO_RANKS,
     collective_timeout: float = COLLECTIVE_TIMEOUT,
+    code: set[str] | None = None,
 ) -> dict[str, LayoutResult]:
     """The result of each layout; {} for a head that is not a language model, of which no rows are shared by ranks here.
 
     Args:
         separates: whether a run computes packed documents in rows of their own (`TrainingPath.separates_documents`).
         collective_timeout: seconds that a rank waits for another; those that wait for each other get a second try with twice this.
+        code: gets the functions that the ranks have called (`executed_code.functions`).
 
     Raises:
         CaseFailed: the machine failed: a rank was killed, or had no memory.
@@ -106,12 +108,14 @@ def compare_on_two_ranks(
     if head_kinds.kind_of(head) is not None:
         return {}
     has_media = head_takes_media(generated, head)
-    results = {}
+    results: dict[str, LayoutResult] = {}
     with contextlib.closing(RankPool(2, collective_timeout=collective_timeout)) as pool:
         for name in layouts:
             layout = TWO_RANKS[name]
             row = compare_layout(pool, generated, head, layout, has_media=has_media, separates=separates)
             results[name] = result_of(row)
+        if code is not None:
+            code |= pool.functions()
     return results
 
 
@@ -126,7 +130,11 @@ def complete(proof: Proof, model: Subject) -> Proof:
         against = {name: reason_against(facts, ranks=layout.ranks, sp=layout.sp) for name, layout in TWO_RANKS.items()}
         allowed = [name for name, reason in against.items() if not reason]
         compared = compare_on_two_ranks(
-            model, proof.head, separates=proof.training.separates_documents, layouts=allowed
+            model,
+            proof.head,
+            separates=proof.training.separates_documents,
+            layouts=allowed,
+            code=proof.code_on_ranks,
         )
         refused = {name: LayoutResult(f"{REFUSED}: {reason}") for name, reason in against.items() if reason}
         proof.two_ranks = {
