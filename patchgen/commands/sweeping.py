@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.progress import track
 
-from patchgen import source, upstream
+from patchgen import executed_code, source, upstream
 from patchgen.anatomy import Anatomy, Role, media, study
 from patchgen.anatomy.roles import AUDIO_INPUTS
 from patchgen.commands import own_process, support_matrix
@@ -72,7 +73,8 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
         new = _merged(rows.get((takes_media, model_type)), found, key)
         new["family"] = _family(model_type, release) if takes_media else TEXT
         new["sources"] = sources[model_type]
-        new["made_with"] = records.row_made_with(found.generated_digest, found.code, key)
+        if found.row is not None:
+            new["made_with"] = records.row_made_with(found.generated_digest, found.code, key)
         if not records.needs_ranks(new):
             new.pop("ranks", None)
         rows[takes_media, model_type] = new
@@ -248,6 +250,7 @@ def _examine_all(todo: Mapping[str, str], version: str, jobs: int, *, takes_medi
     for model_type, found in own_process.run_each(examine, calls, jobs):
         if isinstance(found, own_process.ProcessDied):
             found = unproven(model_type, GENERATED, own_process.DIED, generated_digest(model_type, version))
+            found = replace(found, code=executed_code.everything())
         yield found
 
 

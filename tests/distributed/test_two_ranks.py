@@ -17,7 +17,7 @@ from patchgen.runtime import registry
 from patchgen.runtime.compatibility import digest
 from patchgen.runtime.train import preflight
 from patchgen.runtime.train.recipe import RecipeError, from_dict
-from patchgen.runtime.verify import report, source_closure, two_ranks, verdict
+from patchgen.runtime.verify import code_sets, report, two_ranks, verdict
 from patchgen.runtime.verify.layout import TWO_RANKS
 from patchgen.runtime.verify.ranks import RankPool
 from patchgen.runtime.verify.two_ranks import LayoutResult
@@ -152,13 +152,13 @@ def test_verify_and_train_say_the_same_of_a_file_that_one_rank_alone_can_train(t
         preflight.decide_trainable(recipe, world=4)
 
     releases = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
-    made_with = {"prover": source_closure.prover(), **releases}
-    on_ranks = {"prover": source_closure.rank_prover(), **releases}
+    made_with = code_sets.made_with({"patchgen.runtime.ops:"}, releases)
+    on_ranks = code_sets.made_with({"patchgen.runtime.parallel.sequence:gather_heads"}, releases)
     report.write_proof(proof, folder, made_with, made_on_ranks_with=on_ranks)
     assert report.read_two_ranks(folder, model.file, proof.head) == {
         layout: verdict.one_line(found.reason) for layout, found in proof.two_ranks.items()
     }
-    report.write_proof(proof, folder, made_with, made_on_ranks_with=made_with)
+    report.write_proof(proof, folder, made_with, made_on_ranks_with=on_ranks | {"prover": "older"})
     assert report.read_two_ranks(folder, model.file, proof.head) is None, "of other code"
 
 

@@ -8,8 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,9 @@ from invoked import invoke, record_proof
 
 from patchgen import commands, model_configs, pipeline, provenance, upstream
 from patchgen.cli import app
-from patchgen.commands import examination, sweeping
+from patchgen.commands import examination, own_process
 from patchgen.errors import ConfigError, PassMismatch, PatchgenError, SourceSyntaxError, StaleFile, UpstreamNotFound
-from patchgen.runtime.verify import source_keys
+from patchgen.runtime.verify import code_sets, source_keys
 
 COMMANDS = ("generate", "check", "diff", "explain", "inspect", "new", "list", "mesh", "upgrade", "verify", "sweep")
 COMMANDS += (
@@ -398,29 +397,19 @@ def test_upgrade_to_the_same_release_reports_no_change(models: Path):
     assert result.exit_code == 0 and "no class, function or field that the model uses changed" in result.output
 
 
-class InThisProcess:
-    """For a pool: calls are made when they are submitted, in a process that has loaded torch already."""
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def __enter__(self) -> InThisProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def submit(self, call: Callable, *args: object, **kwargs: object) -> Future:
-        done = Future()
-        done.set_result(call(*args, **kwargs))
-        return done
+def in_this_process(function: Callable, calls: Mapping[str, Mapping], _jobs: int) -> Iterator[tuple[str, object]]:
+    """For `own_process.run_each`: in a process that has loaded torch already."""
+    for name, arguments in calls.items():
+        yield name, function(name, **arguments)
 
 
 def sweep(folder: Path, *types: str) -> tuple[int, dict]:
     """Sweeps these types into `folder`; the exit code, and the rows by type."""
     only = [argument for kind in types for argument in ("--only", kind)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweeping, "ProcessPoolExecutor", InThisProcess)
+        patch.setattr(own_process, "run_each", in_this_process)
         code = invoke("sweep", "--jobs", "1", "--output", str(folder), *only).exit_code
-    record = json.loads((folder / "coverage.json").read_text())
+    record = code_sets.read(folder / "coverage.json")
     return code, {row["model_type"]: row for row in record["rows"]}
 
 
@@ -435,27 +424,27 @@ def proven(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 def test_a_sweep_of_one_type_keeps_the_other_rows_and_counts_those_of_another_prover(tmp_path: Path, proven: dict):
     old = {**examination.row("llama", examination.PROVEN, ""), "seconds": 1.5}
-    (tmp_path / "coverage.json").write_text(json.dumps({"key": {}, "rows": [old]}))
+    (tmp_path / "coverage.json").write_text(code_sets.dumps({"key": {}, "rows": [old]}, indent=1))
     code, rows = sweep(tmp_path, "doge")
     assert code == 1  # what was asked for by name is not proven
     assert rows["doge"]["status"] == "failed"
     assert rows["llama"] == old
     assert "1 of 2 rows were made by another prover" in (tmp_path / "coverage.md").read_text()
-    (tmp_path / "coverage.json").write_text(json.dumps({"key": {}, "rows": [proven, rows["doge"]]}))
+    (tmp_path / "coverage.json").write_text(code_sets.dumps({"key": {}, "rows": [proven, rows["doge"]]}, indent=1))
     sweep(tmp_path, "arcee")
     assert "another prover" not in (tmp_path / "coverage.md").read_text()
 
 
 def test_a_sweep_proves_again_only_what_does_not_hold(tmp_path: Path, proven: dict, monkeypatch: pytest.MonkeyPatch):
     held = proven | {"seconds": 77.0}
-    (tmp_path / "coverage.json").write_text(json.dumps({"key": {}, "rows": [held]}))
+    (tmp_path / "coverage.json").write_text(code_sets.dumps({"key": {}, "rows": [held]}, indent=1))
     assert sweep(tmp_path, "arcee")[1]["arcee"] == held
     monkeypatch.setattr(source_keys, "generator_hash", lambda: "moved, and gives the same bytes")
     moved = sweep(tmp_path, "arcee")[1]["arcee"]
     assert moved["sources"] != held["sources"]
     assert moved == held | {"sources": moved["sources"]}
     changed = held | {"made_with": held["made_with"] | {"prover": "older"}}
-    (tmp_path / "coverage.json").write_text(json.dumps({"key": {}, "rows": [changed]}))
+    (tmp_path / "coverage.json").write_text(code_sets.dumps({"key": {}, "rows": [changed]}, indent=1))
     again = sweep(tmp_path, "arcee")[1]["arcee"]
     assert again["seconds"] != 77.0 and again["made_with"] == held["made_with"]
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-
 import pytest
 from invoked import invoke
 
 from patchgen import upstream, wheels
-from patchgen.commands import head_sweep
+from patchgen.commands import head_sweep, own_process
 from patchgen.errors import ConfigError
 from patchgen.runtime.verify import head_kinds
 
@@ -52,8 +49,7 @@ def test_a_fresh_sweep_of_one_type_keeps_the_rows_of_others(rows, tmp_path, monk
     head_sweep.write(path, {(row["model_type"], row["kind"]): row for row in (*rows, other, gone)})
     heads = {"t5": HEADS, "other": {other["kind"]: other["head"]}}
     monkeypatch.setattr(head_sweep, "heads_of", lambda _release: heads)
-    monkeypatch.setattr(head_sweep, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
-    monkeypatch.setattr(head_sweep, "examine", lambda *_: rows)
+    monkeypatch.setattr(own_process, "run_each", lambda _, calls, __: ((name, rows) for name in calls))
     head_sweep.sweep(1, release.version, ["t5"], tmp_path, fresh=True)
     assert head_sweep.read(path).keys() == {("other", other["kind"]), *(("t5", row["kind"]) for row in rows)}
 
@@ -82,23 +78,8 @@ def test_a_type_without_such_heads_is_refused_by_name(tmp_path):
         invoke("sweep", "--family", "heads", "--only", "vit", "--output", str(tmp_path))
 
 
-class CrashingPool:
-    """Stands in for a process pool with a dead worker."""
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def __enter__(self) -> CrashingPool:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def submit(self, *_: object, **__: object) -> Future:
-        failed = Future()
-        failed.set_exception(BrokenProcessPool("terminated abruptly"))
-        return failed
-
-
-def test_the_error_of_a_dead_worker_names_its_type_and_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(head_sweep, "ProcessPoolExecutor", CrashingPool)
-    with pytest.raises(ConfigError, match=r"A process died .* at t5 or a type swept .*--jobs 1"):
+def test_the_error_of_a_dead_process_names_its_type_and_what_to_do(tmp_path, monkeypatch):
+    died = own_process.ProcessDied(f"t5: {own_process.DIED}")
+    monkeypatch.setattr(own_process, "run_each", lambda *_: iter([("t5", died)]))
+    with pytest.raises(ConfigError, match=r"t5: its process died .*To fix: free memory"):
         invoke("sweep", "--family", "heads", "--only", "t5", "--output", str(tmp_path))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator
 
 import pytest
 import torch
 from invoked import invoke
 
 from patchgen import wheels
-from patchgen.commands import examination, head_sweep, sweeping
+from patchgen.commands import examination, head_sweep, own_process, sweeping
 from patchgen.errors import ConfigError
 from patchgen.runtime.verify import verify_model
 
@@ -70,34 +68,18 @@ def test_types_of_which_none_can_be_compared_on_ranks_are_no_success(tmp_path, c
     assert "None of llama can be compared with ep2" in " ".join(capsys.readouterr().out.split())
 
 
-class CrashingPool:
-    """For a pool of two: `crashes` ends it, and with it `slow`, which was submitted before, and all that come after."""
+def test_a_type_whose_process_dies_gets_a_row_without_a_proof(monkeypatch):
+    def one_dies(_function: object, calls: dict, _jobs: int) -> Iterator[tuple[str, object]]:
+        for name in calls:
+            died = own_process.ProcessDied(name) if name == "crashes" else None
+            yield name, died or examination.unproven(name, examination.PROVEN, "", "digest")
 
-    def __init__(self, jobs: int, **_: object) -> None:
-        self.is_broken, self.jobs = False, jobs
-
-    def __enter__(self) -> CrashingPool:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def submit(self, _call: Callable, kind: str, *_: object, **__: object) -> Future:
-        self.is_broken |= kind == "crashes"
-        done = Future()
-        if self.is_broken or (kind == "slow" and self.jobs > 1):
-            done.set_exception(BrokenProcessPool("terminated abruptly"))
-        else:
-            done.set_result(examination.unproven(kind, examination.PROVEN, "", "digest"))
-        return done
-
-
-def test_a_crash_is_blamed_on_the_type_that_crashes_alone(monkeypatch):
-    monkeypatch.setattr(sweeping, "ProcessPoolExecutor", CrashingPool)
+    monkeypatch.setattr(own_process, "run_each", one_dies)
     monkeypatch.setattr(sweeping, "generated_digest", lambda *_: "digest")
-    types = dict.fromkeys(("slow", "crashes", "third", "fourth"), "")
+    types = dict.fromkeys(("first", "crashes", "third"), "")
     rows = {found.model_type: found.row for found in sweeping._examine_all(types, "5.0", 2, takes_media=False)}
     statuses = {kind: row["status"] for kind, row in rows.items()}
-    assert statuses == {"slow": "proven", "crashes": "generated", "third": "proven", "fourth": "proven"}
+    assert statuses == {"first": "proven", "crashes": "generated", "third": "proven"}
     assert rows["crashes"]["reason"].startswith("its process died")
 
 

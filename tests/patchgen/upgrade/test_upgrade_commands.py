@@ -16,7 +16,7 @@ from planted_releases import Drift, planted
 from patchgen import pipeline, provenance, upgrade, upstream, wheels
 from patchgen.errors import PatchgenError, UpstreamNotFound
 from patchgen.runtime.compatibility import digest
-from patchgen.runtime.verify import source_closure
+from patchgen.runtime.verify import code_sets
 from patchgen.upgrade import applying, releases
 from patchgen.upgrade.applying import prove_against
 from patchgen.upgrade.findings import REVIEW, ModelUpgrade, Site, Upgrade
@@ -130,8 +130,12 @@ def proof_of(folder: Path, status: str, releases_of: list[str]) -> dict:
     (file,) = folder.glob("modeling_*.py")
     record = {"status": status, "reason": "", "sha256": digest(file)}
     record |= {"transformers": releases_of}
-    record |= {"made_with": {"prover": source_closure.prover(), "transformers": wheels.installed_version()}}
-    (folder / "verify.json").write_text(json.dumps(record))
+    record |= {
+        "made_with": code_sets.made_with(
+            {"patchgen.runtime.ops:"}, {"transformers": wheels.installed_version(), "torch": "2.13.0"}
+        )
+    }
+    (folder / "verify.json").write_text(code_sets.dumps(record, indent=2))
     return record
 
 

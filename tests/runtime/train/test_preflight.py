@@ -22,7 +22,7 @@ from patchgen.runtime.attention_masks import UnsupportedError
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train import preflight
 from patchgen.runtime.train.recipe import ModelConfig, RecipeError, from_dict
-from patchgen.runtime.verify import slices, source_closure, verdict
+from patchgen.runtime.verify import slices, source_units, verdict
 from patchgen.runtime.verify.given_config import GivenConfig
 from patchgen.runtime.verify.small_config import small_config
 from patchgen.runtime.verify.verify_model import judge
@@ -271,9 +271,9 @@ def test_a_machine_that_trains_needs_no_generator():
     code = (
         "import sys; sys.modules['libcst'] = sys.modules['black'] = None\n"
         "from patchgen.runtime.train import preflight\n"
-        "from patchgen.runtime.verify import source_closure\n"
-        "print(source_closure.prover())"
+        "from patchgen.runtime.verify import code_sets\n"
+        "print(code_sets.made_with({'patchgen.runtime.attention:*'}, dict.fromkeys(code_sets.RELEASES, ''))['prover'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-1] == source_closure.prover()
+    assert done.stdout.split()[-1] == source_units.hash_of({"patchgen.runtime.attention:*"})

@@ -12,7 +12,7 @@ import transformers
 
 from patchgen.commands import generation
 from patchgen.runtime import registry
-from patchgen.runtime.verify import source_closure, verdict
+from patchgen.runtime.verify import code_sets, verdict
 from patchgen.runtime.verify.model_pair import build_model, build_pair
 from patchgen.runtime.verify.report import read_training, write_proof
 from patchgen.runtime.verify.small_config import small_config
@@ -54,7 +54,7 @@ def test_the_record_holds_for_the_files_that_were_compared(made, tmp_path):
     found, head = with_source(folder), made.heads[0]
     assert read_training(folder, found.file, head) is None
     releases = {"transformers": transformers.__version__, "torch": torch.__version__}
-    write_proof(proof_of(found), folder, {"prover": source_closure.prover(), **releases})
+    write_proof(proof_of(found), folder, code_sets.made_with({"patchgen.runtime.ops:"}, releases))
     assert read_training(folder, found.file, head) is not None
     with (folder / "configuration_lattice_moe.py").open("a") as file:
         file.write("\n# other words\n")

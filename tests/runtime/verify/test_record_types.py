@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ import pytest
 from patchgen import provenance
 from patchgen.runtime.attention_kinds import Names
 from patchgen.runtime.document_rows import DocumentSeparation
-from patchgen.runtime.verify import record_types
+from patchgen.runtime.verify import code_sets, record_types
 from patchgen.runtime.verify.committed_models import records_folder
 
 ROOT = provenance.generated_root()
@@ -43,6 +42,9 @@ def problems(value: object, kind: object, path: str) -> Iterator[str]:
     elif get_origin(kind) is list and isinstance(value, list):
         for number, item in enumerate(value):
             yield from problems(item, arguments[0], f"{path}[{number}]")
+    elif get_origin(kind) is frozenset and isinstance(value, frozenset):
+        for item in value:
+            yield from problems(item, arguments[0], f"{path}{{}}")
     elif get_origin(kind) in (dict, Mapping) and isinstance(value, dict):
         for key, item in value.items():
             yield from problems(item, arguments[1], f"{path}[{key}]")
@@ -66,7 +68,7 @@ def _problems_of_keys(value: object, kind: type, path: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", [pytest.param(path, id="/".join(path.parts[-2:])) for path in FILES])
 def test_a_record_has_the_keys_and_values_that_its_type_says(path: Path):
-    assert list(problems(json.loads(path.read_text(encoding="utf-8")), FILES[path], path.name)) == []
+    assert list(problems(code_sets.read(path), FILES[path], path.name)) == []
 
 
 def test_every_kind_of_record_is_there():
@@ -100,7 +102,7 @@ def test_every_key_that_may_be_missing_is_in_some_record():
     ],
 )
 def test_what_a_type_does_not_say_is_told(change: dict, told: str):
-    record = json.loads((records_folder() / "heads.json").read_text(encoding="utf-8"))
+    record = code_sets.read(records_folder() / "heads.json")
     assert told in list(problems(record["rows"][0] | change, record_types.HeadRow, "row"))
     del record["rows"][0]["head"]
     assert "row lacks 'head', which HeadRow requires" in list(problems(record["rows"][0], record_types.HeadRow, "row"))

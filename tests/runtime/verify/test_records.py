@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -10,9 +9,11 @@ import pytest
 
 from patchgen import provenance
 from patchgen.commands.examination import digest, row
-from patchgen.runtime.verify import records, source_closure, source_keys
+from patchgen.runtime.verify import code_sets, records, source_closure, source_keys
 
 CODE = "\n\nUNUSED = 1\n"
+RAN = frozenset({"patchgen.runtime.ops:", "patchgen.runtime.attention:choose"})
+ON_RANKS = frozenset({"patchgen.runtime.parallel.sequence:gather_heads"})
 
 
 @pytest.fixture
@@ -25,45 +26,23 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy
 
 
-def hashes() -> list[str]:
-    """Of the prover, of the prover on ranks, and of the generator."""
-    keys = (source_closure.prover, source_closure.rank_prover, source_keys.generator_hash)
-    return [key.__wrapped__() for key in keys]
-
-
-def changed(sources: Path, file: str, text: str) -> list[bool]:
-    """Which of the hashes a text at the end of a file changes."""
+def changed(sources: Path, file: str, text: str) -> bool:
+    """Whether a text at the end of a file changes the hash of the generator."""
     path = sources / file
     assert path.is_file()
-    before, whole = hashes(), path.read_text()
+    before, whole = source_keys.generator_hash.__wrapped__(), path.read_text()
     path.write_text(whole + text)
-    found = [one != other for one, other in zip(hashes(), before, strict=True)]
+    found = source_keys.generator_hash.__wrapped__() != before
     path.write_text(whole)
     return found
 
 
-def test_a_key_follows_the_code_that_a_proof_executes(sources: Path):
-    everything, nothing = [True, True, False], [False, False, False]
-    assert changed(sources, "kernels/loss/linear_cross_entropy.py", CODE) == everything
-    assert changed(sources, "kernels/loss/linear_cross_entropy.py", "\n# A comment.\n") == nothing
-    assert changed(sources, "runtime/verify/media_ranks.py", CODE) == [False, True, False]
-    assert changed(sources, "runtime/verify/verify_model.py", CODE) == [True, False, False]
-    assert changed(sources, "commands/examination.py", CODE) == [True, False, False]
-    assert changed(sources, "passes/fused_loss.py", CODE) == [False, False, True]
-    assert changed(sources, "templates/header.jinja", "more") == [False, False, True]
-
-
-def test_a_key_stays_where_unrelated_code_moves(sources: Path):
-    for file in ("cli.py", "runtime/train/trainer.py", "runtime/checkpoint/offline.py", "runtime/data/loader.py"):
-        assert changed(sources, file, CODE) == [False, False, False], file
-
-
-def test_how_a_proof_is_printed_is_no_part_of_a_key(sources: Path):
-    assert changed(sources, "runtime/verify/proof_table.py", CODE) == [False, False, False]
-    for entries in (source_closure.PROVER, source_closure.RANK_PROVER):
-        reached = source_closure.closure(entries, source_closure.RUNTIME)
-        assert "patchgen.runtime.verify.verdict" in reached
-        assert "patchgen.runtime.verify.proof_table" not in reached
+def test_the_key_of_the_generator_follows_its_code(sources: Path):
+    assert changed(sources, "passes/fused_loss.py", CODE)
+    assert changed(sources, "templates/header.jinja", "more")
+    assert not changed(sources, "passes/fused_loss.py", "\n# A comment.\n")
+    for file in ("cli.py", "commands/examination.py", "runtime/train/trainer.py", "runtime/verify/verify_model.py"):
+        assert not changed(sources, file, CODE), file
 
 
 def test_the_config_of_another_model_changes_no_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -87,9 +66,12 @@ def record_of(path: Path, **changes: object) -> Path:
 
     release, key = open_release(), records.required_key()
     bytes_ = generated_digest("llama", release.version)
-    made_with = records.row_made_with(bytes_, key) | changes
+    made_with = records.row_made_with(bytes_, RAN, key) | changes
     cells = {name: {"difference": 0.0, "reason": "", "applies": True} for name in records.LAYOUTS}
-    cells = {name: cell | {"made_with": records.cell_made_with(bytes_, key, False)} for name, cell in cells.items()}
+    cells = {
+        name: cell | {"made_with": records.cell_made_with(bytes_, RAN | ON_RANKS, key, False)}
+        for name, cell in cells.items()
+    }
     sources = source_keys.model_sources_hash("llama", release)
     proven = {**row("llama", "proven", ""), "sources": sources, "made_with": made_with, "ranks": cells}
     records.write(path, {(False, "llama"): proven})
@@ -112,7 +94,9 @@ def test_a_row_holds_while_bytes_prover_and_releases_are_the_same(tmp_path: Path
     path = record_of(tmp_path / "coverage.json")
     on_ranks = [f"comparisons on ranks ({name}): llama" for name in records.LAYOUTS]
     with monkeypatch.context() as within:
-        within.setattr(source_closure, "rank_prover", lambda: "newer")
+        within.setattr(
+            code_sets, "_hash_of", lambda code: "newer" if code & ON_RANKS else code_sets.source_units.hash_of(code)
+        )
         assert stale(path) == on_ranks
     rows = records.read(path)
     rows[False, "llama"]["training"] = {"separates_documents": True}
@@ -146,7 +130,9 @@ def test_bytes_are_generated_again_only_where_the_generator_moved(tmp_path: Path
     asked = []
     real = records.generated_digest
     monkeypatch.setattr(
-        records, "digests", lambda kinds, *_: asked.extend(kinds) or [real(k, "5.23.0") for k in kinds]
+        records,
+        "digests",
+        lambda kinds, *_: asked.extend(kinds) or [real(k, records.required_key()["transformers"]) for k in kinds],
     )
     assert stale(path) == [] and asked == []
     monkeypatch.setattr(source_keys, "generator_hash", lambda: "moved, and gives the same bytes")
@@ -164,11 +150,12 @@ def test_check_fails_on_a_proof_of_older_sources_and_names_the_command(
     shutil.copytree(provenance.generated_root() / "llama", root / "llama")
     monkeypatch.setattr(provenance, "generated_root", lambda: root)
     proof = root / "llama" / "verify.json"
-    record = json.loads(proof.read_text())
+    record = code_sets.read(proof)
     key = records.required_key()
-    proof.write_text(json.dumps(record | {"made_with": records.made_with(key["prover"], key)}))
+    made_with = code_sets.made_with(RAN, key)
+    proof.write_text(code_sets.dumps(record | {"made_with": made_with}, indent=2))
     (root / "llama" / "verify_ranks.json").unlink(missing_ok=True)
     assert generation.check([]) == 0
-    proof.write_text(json.dumps(record | {"made_with": records.made_with("older", key)}))
+    proof.write_text(code_sets.dumps(record | {"made_with": made_with | {"prover": "older"}}, indent=2))
     assert generation.check([]) == 1
     assert "make verify-all" in capsys.readouterr().out

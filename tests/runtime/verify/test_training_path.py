@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -20,10 +19,9 @@ from patchgen.kernels.loss.chunking import largest_chunk, within_limit
 from patchgen.kernels.loss.linear_cross_entropy import linear_causal_lm_loss
 from patchgen.runtime import registry, seams
 from patchgen.runtime.parallel.batch import IGNORED
-from patchgen.runtime.verify import source_closure, training_inputs, verdict
+from patchgen.runtime.verify import code_sets, training_inputs, verdict
 from patchgen.runtime.verify.comparison import Step, compare_gradients
 from patchgen.runtime.verify.conditioning import beyond_rounding, is_rounding
-from patchgen.runtime.verify.record_types import MadeWith
 from patchgen.runtime.verify.report import read_training, write_proof
 from patchgen.runtime.verify.small_config import small_config
 from patchgen.runtime.verify.training_checks import Comparison
@@ -177,10 +175,9 @@ def test_features_decide_the_attention(tmp_path):
 def test_a_reason_is_recorded_and_a_record_holds_for_its_own_file_only(tmp_path):
     folder = write_stand_in(tmp_path, "llama")
     proof = verify_model(folder, variants=("base",), implementations=())
-    made_with: MadeWith = {
-        "prover": source_closure.prover(), "transformers": transformers.__version__, "torch": torch.__version__
-    }  # fmt: skip
-    record = json.loads(write_proof(proof, folder, made_with).read_text())
+    releases = {"transformers": transformers.__version__, "torch": torch.__version__}
+    made_with = code_sets.made_with({"patchgen.runtime.ops:"}, releases)
+    record = code_sets.read(write_proof(proof, folder, made_with))
     assert record["status"] == "proven"
     assert set(record["training"]["checks"]["packed"]) == {"loss", "logits", "gradient"}
     file = folder / "modeling_llama.py"

@@ -1,0 +1,45 @@
+"""Each call in a process of its own: results come as they are, an error is raised, and a crash is only its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from patchgen.commands import own_process
+
+LEFT: list[str] = []
+
+
+def leave(name: str, factor: int) -> tuple[str, int]:
+    """What this process has done before, and a product."""
+    LEFT.append(name)
+    return ",".join(LEFT), factor * 2
+
+
+def crash(name: str, dies: bool) -> str:
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return name
+
+
+def fail(name: str) -> None:
+    raise ValueError(f"{name} is wrong")
+
+
+def test_a_process_knows_nothing_of_another():
+    calls = {name: {"factor": factor} for factor, name in enumerate("abc")}
+    assert dict(own_process.run_each(leave, calls, 2)) == {"a": ("a", 0), "b": ("b", 2), "c": ("c", 4)}
+
+
+def test_a_crash_is_of_the_one_that_crashes():
+    found = dict(own_process.run_each(crash, {name: {"dies": name == "b"} for name in "abc"}, 2))
+    assert found["a"] == "a" and found["c"] == "c"
+    assert isinstance(found["b"], own_process.ProcessDied) and str(found["b"]).startswith("b: its process died")
+
+
+def test_an_error_is_raised_with_where_it_was():
+    with pytest.raises(ValueError, match="a is wrong") as raised:
+        list(own_process.run_each(fail, {"a": {}}, 1))
+    assert "in fail" in "".join(raised.value.__notes__)
