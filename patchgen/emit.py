@@ -182,7 +182,8 @@ def header(module: Module, upstream: Upstream, outcomes: Sequence[tuple[str, Out
     """The header of the generated file: our record, then upstream's comments without the "do not edit" banner."""
     summaries = [(name, summary(outcome)) for name, outcome in outcomes if name != "hand_edits"]
     passes = [{"name": name, "summary": words} for name, words in summaries if words != NOTHING]
-    edits = [f"{hit.site}: {hit.what}" for name, outcome in outcomes if name == "hand_edits" for hit in outcome.hits]
+    by_hand = [outcome for name, outcome in outcomes if name == "hand_edits"]
+    edits = [f"{hit.site}: {hit.what}" for outcome in by_hand for hit in (*outcome.hits, *outcome.upstream)]
     facts = {"patchgen": __version__, "upstream": upstream, "command": command, "passes": passes, "edits": edits}
     return render("header.jinja", **facts) + without_banner(module.header)
 

@@ -205,12 +205,17 @@ def _sha256_of(path: Path) -> str | None:
 def drifted_edits(directory: Path, generated: Generated) -> list[str]:
     """The targets of hand edits that upstream changed since the same, unchanged edit was recorded in this folder.
 
-    An edit that was changed itself is not listed: its author is assumed to have read the new target.
+    An edit that was changed itself is not listed: its author is assumed to have read the new target. Nor is a mend that the release
+    does not need: it changes nothing there.
     """
     if not (directory / "provenance.json").is_file():
         return []
     known, edits = (
-        {(edit["verb"], edit["target"], edit["edit"]): edit["upstream"] for edit in facts.get("edits", ())}
+        {
+            (edit["verb"], edit["target"], edit["edit"]): edit["upstream"]
+            for edit in facts.get("edits", ())
+            if edit["verb"] != "mend_upstream" or "mend" in edit
+        }
         for facts in (read(directory), json.loads(generated.provenance))
     )
     return list(dict.fromkeys(key[1] for key, upstream in edits.items() if known.get(key, upstream) != upstream))

@@ -65,6 +65,7 @@ class MendUpstream(EditMethod):
     """Writes `code` instead of the one statement of `Class.method` that is `match`, because upstream's own code fails there.
 
     The proof makes the same edit in upstream's class (`runtime/mended_upstream.py`), so that there is something to compare with.
+    A release whose method has no such statement does not need the mend: it stays as it is there, and the header says so.
     """
 
     where: Literal["before", "after", "instead"] = "instead"
@@ -98,7 +99,10 @@ Edit = ReplaceClass | ReplaceFunction | OverrideMethod | AddMethod | EditMethod 
 
 
 class HandEdits(Pass):
-    """A missing target is an error that names the nearest one, so `override_method` never adds a method that nothing calls."""
+    """A missing target is an error that names the nearest one, so `override_method` never adds a method that nothing calls.
+
+    The one exception is a statement that `mend_upstream` replaces: where only that is missing, upstream has mended it.
+    """
 
     name = "hand_edits"
     purpose = "Applies the hand edits of the model's config."
@@ -119,16 +123,20 @@ class HandEdits(Pass):
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
         hits: list[Hit] = []
+        not_needed: list[Hit] = []
         for edit in self.edits:
             if not edit.reason.strip():
                 raise ConfigError(f"The edit of {edit.target} has no reason. Say why it is needed.")
             _check_code(edit)
-            module = self._apply(edit, module)
             owner = anatomy.classes.get(edit.target.split(".")[0])
             site = "; ".join(edit.target.split("\n"))  # imports may have several lines, the header has one per hit
-            what = f"{_verb(edit)}: {' '.join(edit.reason.split())}"
-            hits.append(Hit(site, owner.node.lineno if owner else 0, what))
-        return Outcome(module, tuple(hits))
+            line, reason = owner.node.lineno if owner else 0, " ".join(edit.reason.split())
+            if is_not_needed(edit, target_of(edit, module)):
+                not_needed.append(Hit(site, line, f"{_verb(edit)}, not needed in this release: {reason}"))
+                continue
+            module = self._apply(edit, module)
+            hits.append(Hit(site, line, f"{_verb(edit)}: {reason}"))
+        return Outcome(module, tuple(hits), upstream=tuple(not_needed))
 
     def _apply(self, edit: Edit, module: Module) -> Module:
         if isinstance(edit, AddImport):
@@ -234,6 +242,11 @@ def target_of(edit: Edit, module: Module) -> list[ast.stmt]:
     return [member for member in block.members if isinstance(member, FunctionNode) and member.name == method]
 
 
+def is_not_needed(edit: Edit, target: list[ast.stmt]) -> bool:
+    """Whether an edit mends a statement that its target, which is there, does not have."""
+    return isinstance(edit, MendUpstream) and bool(target) and not _statements(edit, *target)
+
+
 def targets_record(edits: tuple[Edit, ...], module: Module) -> list[EditRecord]:
     """For each edit that has a target in upstream: its verb, target, hash, and the hash of the target in upstream; for one that
     the proof also makes in upstream, what it replaces."""
@@ -247,7 +260,7 @@ def _target_record(edit: Edit, target: list[ast.stmt]) -> EditRecord:
         "edit": short_hash(*map(str, asdict(edit).values())),
         "upstream": content_hash(*target),
     }
-    # None in a release before or after the fault, which `upgrade` compares with: there the pass refuses the edit.
+    # None in a release without the fault: there upstream's class is the reference as it is.
     if isinstance(edit, MendUpstream) and (found := _statements(edit, *target)):
         record["mend"] = {"statement": ast.unparse(found[0]), "code": edit.code}
     return record

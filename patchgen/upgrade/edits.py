@@ -7,7 +7,15 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from patchgen import source
-from patchgen.passes.hand_edits import AddMethod, Edit, OverrideMethod, content_hash, target_of, targets_record
+from patchgen.passes.hand_edits import (
+    AddMethod,
+    Edit,
+    OverrideMethod,
+    content_hash,
+    is_not_needed,
+    target_of,
+    targets_record,
+)
 from patchgen.source import Block, Module
 from patchgen.upgrade.findings import PERSON, REVIEW, Site
 from patchgen.upstream import Upstream
@@ -37,6 +45,7 @@ def drift_under_edits(
         reference = recorded.get((current["verb"], current["target"]), current if before else None)
         if after and reference is not None and content_hash(*after) == reference["upstream"]:
             continue
+        is_mended = is_not_needed(edit, after)
         is_reviewed = edit.target in reviewed or (reference is not None and reference["edit"] != current["edit"])
         yield Site(
             place="model",
@@ -44,8 +53,8 @@ def drift_under_edits(
             file=new.path,
             symbol=edit.target,
             passes=("hand_edits",),
-            verdict=REVIEW if after and is_reviewed else PERSON,
-            reason=_reason(current["verb"], edit, is_gone=not after, is_reviewed=is_reviewed),
+            verdict=REVIEW if is_mended or (after and is_reviewed) else PERSON,
+            reason=_reason(current["verb"], edit, after, is_mended=is_mended, is_reviewed=is_reviewed),
             old_upstream=_text(edit, before, parsed[0]),
             new_upstream=_text(edit, after, parsed[1]),
             edit=getattr(edit, "code", "").strip("\n"),
@@ -64,10 +73,12 @@ def _added_upstream(edit: AddMethod, module: Module, path: str) -> Iterator[Site
         yield Site("model", "hand edit", path, edit.target, ("hand_edits",), PERSON, reason, edit=code, **sides)
 
 
-def _reason(verb: str, edit: Edit, *, is_gone: bool, is_reviewed: bool) -> str:
+def _reason(verb: str, edit: Edit, after: list[ast.stmt], *, is_mended: bool, is_reviewed: bool) -> str:
     why = " ".join(edit.reason.split())
-    if is_gone:
+    if not after:
         return f"{verb} replaces {edit.target}, which the new release does not have (the edit: {why})"
+    if is_mended:
+        return f"{verb} is not needed in the new release: {edit.target} lacks the statement that it replaces (the edit: {why})"
     state = (
         "the edit was reviewed against it"
         if is_reviewed

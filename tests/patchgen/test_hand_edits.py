@@ -128,6 +128,32 @@ def test_what_is_mended_upstream_is_replaced_and_recorded_with_the_statement_tha
         MendUpstream("Layer.forward", "x = 1", "x = 2", reason="why", where="after")
 
 
+def test_a_release_without_the_faulty_statement_generates_and_says_that_it_needs_no_mend():
+    """Compared with the file generated without edits: the header's line is all that differs."""
+    mend = MendUpstream("Qwen3MoeMLP.forward", "return down_proj.missing", "return down_proj", reason="a test")
+    told = "Qwen3MoeMLP.forward: mend_upstream, not needed in this release: a test"
+    generated = pipeline.generate(load("qwen3_moe"), ModelConfig("qwen3_moe", edits=(mend,)))
+    plain = pipeline.generate(load("qwen3_moe"), ModelConfig("qwen3_moe"))
+    assert generated.text.replace(f"# edit {told}\n", "") == plain.text != generated.text
+    facts = json.loads(generated.provenance)
+    assert "mend" not in facts["edits"][0]
+    (ran,) = (step for step in facts["passes"] if step["name"] == "hand_edits")
+    assert not ran["hits"] and f"{ran['upstream'][0]['site']}: {ran['upstream'][0]['what']}" == told
+
+
+@pytest.mark.parametrize(
+    ("target", "match", "message"),
+    [
+        ("Layr.forward", "return x", "wants the class 'Layr'"),
+        ("Layer.forwards", "return x", "wants Layer.forwards, which upstream does not have"),
+        ("Layer.forward", "x = x + 1", "once and was found 2 times"),
+    ],
+)
+def test_a_mend_without_its_method_or_with_two_such_statements_is_an_error(target, match, message):
+    with pytest.raises(PassMismatch, match=message):
+        edit(MendUpstream(target, match, "return 2 * x", reason="why"))
+
+
 def test_one_statement_is_matched_and_not_two():
     with pytest.raises(ConfigError, match="one statement"):
         edit(EditMethod("Layer.forward", "x = 1\ny = 2", "pass", reason="why"))

@@ -13,7 +13,16 @@ from planted_releases import FILE, MODEL, Drift, check_reported, planted, site_o
 from patchgen import pipeline, provenance, upstream, wheels
 from patchgen.errors import StaleFile
 from patchgen.model_configs import ModelConfig
-from patchgen.passes.hand_edits import AddMethod, Drop, Edit, EditMethod, OverrideMethod, ReplaceClass, ReplaceFunction
+from patchgen.passes.hand_edits import (
+    AddMethod,
+    Drop,
+    Edit,
+    EditMethod,
+    MendUpstream,
+    OverrideMethod,
+    ReplaceClass,
+    ReplaceFunction,
+)
 from patchgen.upgrade import compare_model, releases
 from patchgen.upgrade.edits import drift_under_edits
 from patchgen.upgrade.findings import PERSON, REVIEW, SAME, ModelUpgrade
@@ -183,6 +192,22 @@ def test_a_target_that_is_gone_needs_a_person_and_a_reviewed_one_does_not(tmp_pa
     release = str(planted(tmp_path / "changed", [Drift(FILE, gone.symbol, "eps=", "epsilon=")]))
     assert compare_model(MODEL, release, tmp_path, config=config).verdict == PERSON
     assert compare_model(MODEL, release, tmp_path, [gone.symbol], config).verdict == REVIEW
+
+
+def test_a_release_that_mended_the_statement_itself_needs_no_person(tmp_path: Path):
+    """A mend of the committed file whose statement the new release does not have: it generates, and its change is reviewed."""
+    mend = MendUpstream(
+        "Qwen3MoeMLP.__init__", "self.hidden_size = config.hidden_size", "self.hidden_size = 1", REASON
+    )
+    config = with_edits(tmp_path, mend)
+    drift = Drift(FILE, "Qwen3MoeMLP.__init__", "= config.hidden_size", "= int(config.hidden_size)", kind="hand edit")
+    to = planted(tmp_path / "release", [drift])
+    found = compare_model(MODEL, str(to), tmp_path, config=config)
+    site = site_of(found, drift)
+    assert (found.verdict, site.verdict) == (REVIEW, REVIEW)
+    assert "mend_upstream is not needed in the new release" in site.reason and REASON in site.reason
+    generated = pipeline.generate(upstream.load_from(releases.find(str(to)).release, MODEL), config)
+    assert provenance.write(generated, tmp_path / MODEL), "no edit hides what upstream changed"
 
 
 def test_a_method_that_an_edit_adds_and_upstream_has_now_needs_a_person():
