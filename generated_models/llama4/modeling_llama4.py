@@ -22,7 +22,7 @@
 # edit Llama4TextDecoderLayer.forward: edit_method: queries are scaled by the position in the document: a packed row, or a rank's slice of it, begins elsewhere
 # edit Llama4TextAttention.forward: edit_method: queries are scaled by the position in the document: a packed row, or a rank's slice of it, begins elsewhere
 # edit Llama4TextAttention.forward: edit_method: queries are scaled by the position in the document: a packed row, or a rank's slice of it, begins elsewhere
-# edit Llama4ForConditionalGeneration.forward: mend_upstream: 5.24.0 reads the images' outputs from the language model's result, which has none, and fails: they are those of the vision model, as in the heads of other models
+# edit Llama4ForConditionalGeneration.forward: mend_upstream: 5.24.0 reads the images' outputs from the language model's result, which has none, and fails: they are those of the vision model, as in the base models of other files
 
 # Copyright 2025 The LLAMA4 and HuggingFace Inc. team. All rights reserved.
 #

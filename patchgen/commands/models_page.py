@@ -44,6 +44,7 @@ def _row(name: str) -> dict[str, object]:
         "name": name,
         "status": proof.get("status", "not proven") if proof else "not proven",
         "head": proof.get("head", "") if proof else "",
+        "mended": proof.get("mended", []) if proof else [],
         "text": [case for case in case_names if case not in MEDIA_CASES],
         "media": [case for case in MEDIA_CASES if case in case_names],
         "takes_media": "fill_back" in hits,

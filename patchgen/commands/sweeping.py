@@ -30,6 +30,8 @@ from patchgen.commands.examination import (
     unproven,
 )
 from patchgen.errors import ConfigError
+from patchgen.model_configs import config_for
+from patchgen.passes.hand_edits import MendUpstream, mended_methods
 from patchgen.runtime.verify import records, source_keys
 from patchgen.runtime.verify.committed_models import page_of
 from patchgen.runtime.verify.layout import TWO_RANKS, Layout
@@ -73,6 +75,9 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
         new = _merged(rows.get((takes_media, model_type)), found, key)
         new["family"] = _family(model_type, release) if takes_media else TEXT
         new["sources"] = sources[model_type]
+        new.pop("mended", None)
+        if mended := _mended_methods(model_type, release):
+            new["mended"] = mended
         if found.row is not None:
             new["made_with"] = records.row_made_with(found.generated_digest, found.code, key)
         if not records.needs_ranks(new):
@@ -108,6 +113,14 @@ def _merged(before: CoverageRow | None, found: Examined, key: Mapping[str, str])
         return {**before, **found.facts}
     cells = records.cells_that_hold(before, key, found.generated_digest) if before else {}
     return {"ranks": cells, **found.row}
+
+
+def _mended_methods(model_type: str, release: upstream.Release) -> list[str]:
+    """What the config of a type mends in this release for the proof: "Class.method"."""
+    edits, path = config_for(model_type).edits, release.file_of(model_type)
+    if path is None or not any(isinstance(edit, MendUpstream) for edit in edits):
+        return []
+    return mended_methods(edits, source.parse(release.read(path) or "", path))
 
 
 def _current_digest(row: CoverageRow | None, key: Mapping[str, str]) -> str:

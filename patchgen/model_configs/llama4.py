@@ -21,7 +21,7 @@ IMAGES = MendUpstream(
     match=RESULT.format(images="outputs.image_outputs"),
     code=RESULT.format(images='mm_encoder_outputs.get("image")'),
     reason="5.24.0 reads the images' outputs from the language model's result, which has none, and fails: they are those of the "
-    "vision model, as in the heads of other models",
+    "vision model, as in the base models of other files",
 )
 
 CONFIG = ModelConfig(

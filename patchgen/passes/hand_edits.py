@@ -247,6 +247,12 @@ def is_not_needed(edit: Edit, target: list[ast.stmt]) -> bool:
     return isinstance(edit, MendUpstream) and bool(target) and not _statements(edit, *target)
 
 
+def mended_methods(edits: tuple[Edit, ...], module: Module) -> list[str]:
+    """What a proof with this file mends in upstream: "Class.method", each once."""
+    mends = [edit for edit in edits if isinstance(edit, MendUpstream)]
+    return list(dict.fromkeys(edit.target for edit in mends if _statements(edit, *target_of(edit, module))))
+
+
 def targets_record(edits: tuple[Edit, ...], module: Module) -> list[EditRecord]:
     """For each edit that has a target in upstream: its verb, target, hash, and the hash of the target in upstream; for one that
     the proof also makes in upstream, what it replaces."""

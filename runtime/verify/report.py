@@ -11,6 +11,7 @@ import torch
 import transformers
 from packaging.version import Version
 
+from patchgen.runtime import mended_upstream, registry
 from patchgen.runtime.attention_kinds import Kind
 from patchgen.runtime.compatibility import digest
 from patchgen.runtime.verify import code_sets, given_config, verdict
@@ -52,6 +53,8 @@ def write_proof(
             "layouts": {name: _layout_record(found) for name, found in proof.two_ranks.items()},
             "made_with": made_on_ranks_with,
         }
+    if mended := mended_methods(directory):
+        record["mended"] = mended
     if copies := _copied_files(directory, proof.model):
         record["copies"] = copies
     if path.is_file():
@@ -61,6 +64,17 @@ def write_proof(
             record["transformers"] = sorted(others.union(record["transformers"]), key=Version)
     path.write_text(code_sets.dumps(record, indent=2))
     return path
+
+
+def mended_methods(directory: Path) -> list[str]:
+    """What `GeneratedModel.upstream` mends for the model in a folder, in the installed release: "Class.method", each once."""
+    if not (directory / "provenance.json").is_file():
+        return []
+    model = registry.read_model(directory)
+    if model.is_from_user_file:
+        return []
+    mends = mended_upstream.applied_mends(model.upstream_module, model.mends)
+    return list(dict.fromkeys(mend.target for mend in mends))
 
 
 def _copied_files(directory: Path, model: str) -> dict[str, str]:

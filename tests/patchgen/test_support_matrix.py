@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
@@ -12,7 +11,7 @@ import pytest
 from patchgen import provenance
 from patchgen.commands import models_page, proof, support_matrix
 from patchgen.errors import PatchgenError
-from patchgen.runtime.verify import records
+from patchgen.runtime.verify import code_sets, records
 
 if TYPE_CHECKING:
     from patchgen.runtime.verify.committed_models import CommittedModel
@@ -30,9 +29,27 @@ def test_the_counts_of_the_readme_are_those_of_the_record():
 
 def test_the_page_of_coverage_is_what_the_records_say():
     docs = support_matrix.docs()
-    record = json.loads(records.path_in(None).read_text(encoding="utf-8"))
+    record = code_sets.read(records.path_in(None))
     expected = records.page(record["key"], record["rows"])
     assert (docs / "coverage.md").read_text(encoding="utf-8") == expected, "write it again: patchgen sweep"
+
+
+def test_pages_mark_what_was_compared_with_a_mended_upstream(monkeypatch):
+    """A row with `mended` has a footnote at its status, which names the method; without, the page is as it was."""
+    record = code_sets.read(records.path_in(None))
+    rows = [row for row in record["rows"] if row["model_type"] in ("llama", "qwen3_vl")]
+    rows = [{key: value for key, value in row.items() if key != "mended"} for row in rows]
+    assert "[^" not in records.page(record["key"], rows)
+    mended = [{**row, "mended": ["A.forward"]} for row in rows]
+    page = records.page(record["key"], mended)
+    for row in mended:
+        assert f"| {row['model_type']} | " in page and f"[^{row['model_type']}] |" in page
+        assert page.count(f"\n[^{row['model_type']}]: upstream mended: A.forward ") == 1
+
+    row = next(row for row in models_page.rows() if row["name"] == "llama")
+    monkeypatch.setattr(models_page, "rows", lambda: [{**row, "status": "proven", "mended": ["A.forward"]}])
+    page = models_page.models_page()
+    assert "| proven[^llama] |" in page and page.count("\n[^llama]: upstream mended: A.forward ") == 1
 
 
 def test_a_layout_is_refused_if_all_that_fails_in_it_is():

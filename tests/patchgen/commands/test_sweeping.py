@@ -8,7 +8,7 @@ import pytest
 import torch
 from invoked import invoke
 
-from patchgen import wheels
+from patchgen import upstream, wheels
 from patchgen.commands import examination, head_sweep, own_process, sweeping
 from patchgen.errors import ConfigError
 from patchgen.runtime.verify import verify_model
@@ -62,6 +62,13 @@ def test_sizes_that_do_not_fit_the_ranks_are_refused_before_a_row_says_no(sizes,
 
 
 @pytest.mark.slow
+def test_a_row_names_what_its_config_mends_in_this_release():
+    """llama4, whose forward 5.24.0 has with a fault; llama has no config."""
+    release = upstream.open_release()
+    assert sweeping._mended_methods("llama4", release) == ["Llama4ForConditionalGeneration.forward"]
+    assert sweeping._mended_methods("llama", release) == []
+
+
 def test_types_of_which_none_can_be_compared_on_ranks_are_no_success(tmp_path, capsys):
     """A dense model has no experts to share."""
     assert sweeping.sweep_ranks("text", ["llama"], sweeping.layouts_of(1, 2, 2), tmp_path, fresh=False) == 1

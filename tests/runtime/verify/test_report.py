@@ -50,6 +50,22 @@ def test_releases_stay_listed_while_the_file_is_the_same(tmp_path):
     assert json.loads(write_proof(proof, folder, MADE_WITH).read_text())["transformers"] == []
 
 
+def test_a_proof_against_a_mended_upstream_names_what_was_mended(tmp_path):
+    """With a statement that upstream has, and with one that it has not, where its class is compared as it is."""
+    folder = write_stand_in(tmp_path, "llama")
+    provenance = json.loads((folder / "provenance.json").read_text())
+    edit = {"verb": "mend_upstream", "target": "LlamaMLP.forward", "edit": "", "upstream": ""}
+
+    def record_with(statement: str) -> dict[str, object]:
+        mend = {"statement": statement, "code": "down_proj = down_proj + 0\nreturn down_proj"}
+        (folder / "provenance.json").write_text(json.dumps({**provenance, "edits": [{**edit, "mend": mend}]}))
+        proof = verify_model(folder, variants=("base",), implementations=(), training_path=False)
+        return json.loads(write_proof(proof, folder, MADE_WITH).read_text())
+
+    assert record_with("return down_proj")["mended"] == ["LlamaMLP.forward"]
+    assert "mended" not in record_with("return other_proj")
+
+
 def test_a_failed_proof_claims_no_release_and_prints_why(tmp_path):
     edit = ("logits = self.lm_head(hidden_states)", "logits = self.lm_head(hidden_states) * 2")
     folder = write_stand_in(tmp_path, "llama", edits=(edit,))
