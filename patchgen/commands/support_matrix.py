@@ -31,9 +31,11 @@ def support_matrix() -> str:
     text_cells = {
         name: {label: _cell(ranks.get(layout)) for layout, label in LAYOUTS.items()}
         for name in committed()
-        if (ranks := ranks_by_type.get(name) or ranks_by_type.get(f"{name}_text") or {}) or not results_by_model[name]
+        if (ranks := ranks_by_type.get(name) or ranks_by_type.get(f"{name}_text")) is not None
     }
+    # A file that was generated again has none until it is verified on ranks again.
     media_cells = {name: results for name, results in results_by_model.items() if results}
+    without = [name for name, results in results_by_model.items() if not results]
     layout_counts: list[str] = []
     for layout, label in LAYOUTS.items():
         compared = [
@@ -41,7 +43,12 @@ def support_matrix() -> str:
         ]
         layout_counts.append(f"{sum(not result['reason'] for result in compared)} of {len(compared)} with {label}")
     return render(
-        "support_matrix.jinja", text=text_cells, media=media_cells, counts=layout_counts, not_measured=NOT_MEASURED
+        "support_matrix.jinja",
+        text=text_cells,
+        media=media_cells,
+        without=without,
+        counts=layout_counts,
+        not_measured=NOT_MEASURED,
     )
 
 

@@ -78,6 +78,20 @@ def test_a_page_without_marks_is_refused():
         support_matrix.readme("# patchgen")
 
 
+@pytest.mark.parametrize("proven", [(), ("llama",), ("llama", "qwen3_vl")])
+def test_a_table_without_current_records_says_so_in_words(proven, monkeypatch):
+    """Of two models, neither, one and both have a comparison on ranks that is of the present file."""
+    monkeypatch.setattr(support_matrix, "committed", lambda: ["llama", "qwen3_vl"])
+    results = {name: {"sp2": "2e-07"} for name in proven}
+    monkeypatch.setattr(support_matrix, "rank_results", lambda model: results.get(model.name, {}))
+    text, media = support_matrix.support_matrix().split("The committed models with all inputs that they take:\n")
+    assert "| llama |" in text and "qwen3_vl" not in text, "which has no row for text"
+    assert "|  |" not in media
+    assert ("\n| model | sp2 |\n| --- | ---: |\n| llama | 2e-07 |\n" in media) == bool(proven)
+    told = {0: "\nNo current record.\n", 1: "\nNo current record: qwen3_vl.\n", 2: ""}[len(proven)]
+    assert told in media and media.count("No current record") == bool(told)
+
+
 @pytest.mark.parametrize("ranks", [False, True])
 def test_to_verify_one_model_writes_no_page_about_others(ranks, tmp_path, monkeypatch):
     """Here its proof holds, so that it writes nothing at all; with all of them the pages are written."""
@@ -86,7 +100,7 @@ def test_to_verify_one_model_writes_no_page_about_others(ranks, tmp_path, monkey
     shutil.copytree(support_matrix.docs(), docs)
     shutil.copytree(records.path_in(None).parent, tmp_path / "records")
     monkeypatch.setattr(provenance, "generated_root", lambda: root)
-    monkeypatch.setattr(records, "proof_holds", lambda *which: True)
+    monkeypatch.setattr(records, "proof_holds", lambda *which, **key: True)
     before = {path.name: path.read_bytes() for path in docs.iterdir() if path.is_file()}
 
     def verify(models: list[str], *, every: bool) -> set[str]:
