@@ -116,15 +116,17 @@ def mel_bins(audio: PreTrainedConfig) -> int:
 
 
 def samples_per_token(config: PreTrainedConfig) -> int:
-    """The raw audio samples per token, from a sub-config: its own number, or the steps of its convolutions.
+    """The raw audio samples per token: the number that a sub-config says, or else the steps of one's convolutions.
 
     Raises:
         ValueError: no sub-config has them.
     """
-    for part in (vars(config).get(key) for key in config.sub_configs):
+    parts = [vars(config).get(key) for key in config.sub_configs]
+    for part in parts:
         samples = first_int(part, "samples_per_token", "hop_length", default=0)
         if samples > 1:
             return samples
+    for part in parts:  # only where no part says it: convolutions may be another tower's
         if strides := getattr(part, "conv_stride", None):
             return math.prod(strides)
     raise ValueError(f"{type(config).__name__} does not say how many samples of a sound become one token.")
