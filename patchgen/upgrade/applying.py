@@ -6,7 +6,6 @@ reused while it is current.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -311,7 +310,7 @@ def _list_release(folder: Path, proof: dict[str, Any], version: str, *, is_equal
     """Writes a proof with a release added to those that the file runs with (`is_equal`), or removed from them."""
     listed: set[str] = set(proof["transformers"]) - {version} | ({version} if is_equal else set())
     proof["transformers"] = sorted(listed, key=_version_key)
-    provenance.write_whole({folder / PROOF: json.dumps(proof, indent=2) + "\n"})
+    provenance.write_whole({folder / PROOF: code_sets.dumps(proof, indent=2)})
 
 
 def _version_key(version: str) -> list[tuple[int, str]]:
