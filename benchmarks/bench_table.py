@@ -102,7 +102,9 @@ def measure(what: str, options: argparse.Namespace, device: torch.device) -> dic
         sharding.materialise(model, device)
         _fill(model)
         groups = sharding.optimizer_groups(model)
-        optimizer = adamw_for(sharding.undivided.local(model.table.weight))(groups, lr=1e-2)
+        optimizer = adamw_for(nn.Parameter(sharding.undivided.local(model.table.weight), requires_grad=False))(
+            groups, lr=1e-2
+        )
         for step in range(options.steps):
             generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
             ids = torch.randint(options.rows, (options.tokens, HEADS), generator=generator).to(device)

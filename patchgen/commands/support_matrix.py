@@ -6,6 +6,7 @@ python -m patchgen.commands.support_matrix      # writes them again
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,11 +112,12 @@ def _replace_section(text: str, what: str, inside: str, file_name: str) -> str:
 def write() -> list[Path]:
     """Writes the matrix into docs/parallel.md, the counts into README.md and docs/names.md; files that do not exist are skipped."""
     written: list[Path] = []
-    for path, render_page in (
-        (docs() / "parallel.md", page),
-        (docs().parent / "README.md", readme),
-        (docs() / "names.md", lambda _: names_page.page()),
-    ):
+    pages: dict[Path, Callable[[str], str]] = {
+        docs() / "parallel.md": page,
+        docs().parent / "README.md": readme,
+        docs() / "names.md": lambda _: names_page.page(),
+    }
+    for path, render_page in pages.items():
         if path.is_file():
             path.write_text(render_page(path.read_text(encoding="utf-8")), encoding="utf-8")
             written.append(path)

@@ -68,6 +68,7 @@ class ShardedTable(nn.Embedding):
     """
 
     sharded_rows: ShardedRows
+    weight: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride]  # a Tensor for nn.Embedding's type
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., W]`, in the dtype of computing, for ids `[...]`. Every rank must call it, with any number of ids."""

@@ -17,8 +17,9 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from patchgen import executed_code
@@ -28,17 +29,33 @@ ROOT = Path(__file__).parents[2]
 """The folder of the package whose sources are read."""
 
 
-@dataclass(frozen=True)
 class Unit:
     """A part of a module.
 
-    Attributes:
-        hash: of its code, and of where the names that it uses are imported from.
-        mentions: the names in it, of variables and attributes.
+    Args:
+        statements: its code; docstrings are removed from it.
+        imports: the names that its module imports -> where from.
     """
 
-    hash: str
-    mentions: frozenset[str]
+    def __init__(self, statements: Sequence[ast.stmt], imports: Mapping[str, str]) -> None:
+        self.statements, self._imports = list(statements), imports
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """Of its code, and of where the names that it uses are imported from."""
+        tree = without_docstrings(ast.Module(self.statements, type_ignores=[]))
+        variables = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        origins = [f"{name}={self._imports[name]}" for name in sorted(variables & self._imports.keys())]
+        return short_hash(*map(symbol_hash, tree.body), *origins)
+
+    @functools.cached_property
+    def mentions(self) -> frozenset[str]:
+        """The names in it, of variables and attributes, and those by which other modules know them."""
+        nodes = [node for statement in self.statements for node in ast.walk(statement)]
+        variables = {node.id for node in nodes if isinstance(node, ast.Name)}
+        attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        imported = {self._imports[name].rpartition(".")[2] for name in variables & self._imports.keys()}
+        return frozenset(variables | attributes | imported)
 
 
 @dataclass(frozen=True)
@@ -48,13 +65,11 @@ class Module:
     Attributes:
         rest: the statements that are no unit.
         named: constants, classes and functions that are compiled from their source: what a mention of their names needs.
-        aliases: name -> the one by which a name of another module is imported here.
     """
 
     rest: Unit
-    functions: dict[str, Unit] = field(default_factory=dict)
-    named: dict[str, Unit] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
+    functions: dict[str, Unit]
+    named: dict[str, Unit]
 
 
 def hash_of(functions: Iterable[str]) -> str:
@@ -64,19 +79,15 @@ def hash_of(functions: Iterable[str]) -> str:
     entries = list(_expanded(functions))
     for module_name, entry in entries:
         module = _module(module_name)
-        if module is None:
-            hashes.add(f"{module_name} is gone")
+        unit = module and (module.functions.get(entry) if entry else module.rest)
+        if module is None or unit is None:
+            hashes.add(f"{module_name}:{entry} is gone")
             continue
-        owner = entry.rpartition(".")[0]
-        for kind, unit in (
-            ("", module.rest if not entry else module.functions.get(entry)),
-            ("class ", module.named.get(owner)),
-        ):
-            if unit is not None:
-                hashes.add(f"{module_name}:{kind}{entry if not kind else owner} {unit.hash}")
-                names |= unit.mentions
-            elif not kind:
-                hashes.add(f"{module_name}:{entry} is gone")
+        hashes.add(f"{module_name}:{entry} {unit.hash}")
+        names |= unit.mentions
+        for owner in itertools.accumulate(entry.split(".")[:-1], "{}.{}".format):  # the classes around a method
+            hashes.add(f"{module_name}:class {owner} {module.named[owner].hash}")
+            names |= module.named[owner].mentions
     return short_hash(*sorted(hashes | _of_names(names, _named(frozenset(module for module, _ in entries)))))
 
 
@@ -100,22 +111,19 @@ def _of_names(names: set[str], table: Mapping[str, list[tuple[str, Unit]]]) -> s
         name = waiting.pop()
         seen.add(name)
         for place, unit in table.get(name, ()):
-            if place not in found:
-                found.add(place)
-                waiting |= unit.mentions - seen
+            found.add(f"{place} {unit.hash}")
+            waiting |= unit.mentions - seen
     return found
 
 
 @functools.cache
 def _named(module_names: frozenset[str]) -> dict[str, list[tuple[str, Unit]]]:
-    """What a name can mean in any of these modules: (place and hash, unit)."""
+    """What a name can mean in any of these modules: its place, and the unit."""
     table: dict[str, list[tuple[str, Unit]]] = {}
     for module_name in sorted(module_names):
         module = _module(module_name)
         for name, unit in module.named.items() if module is not None else ():
-            table.setdefault(name.rpartition(".")[2], []).append((f"{module_name}:{name} {unit.hash}", unit))
-        for alias, name in module.aliases.items() if module is not None else ():
-            table.setdefault(alias, []).append((f"{alias} is {name}", Unit("", frozenset({name}))))
+            table.setdefault(name.rpartition(".")[2], []).append((f"{module_name}:{name}", unit))
     return table
 
 
@@ -134,27 +142,22 @@ def _module(name: str) -> Module | None:
 
 def read(text: str, name: str, *, is_package: bool = False) -> Module:
     """The units of a module's source."""
-    tree = without_docstrings(ast.parse(text))
+    tree = ast.parse(text)
     imports = _imports(tree, name if is_package else name.rpartition(".")[0])
     functions, named = dict[str, Unit](), dict[str, Unit]()
-    for qualified, function in executed_code.units(tree):
-        (named if executed_code.is_read_as_source(function) else functions)[qualified] = _unit([function], imports)
     rest: list[ast.stmt] = []
+    for qualified, function in executed_code.units(tree):
+        (named if executed_code.is_read_as_source(function) else functions)[qualified] = Unit([function], imports)
+        rest += [ast.Expr(decorator) for decorator in function.decorator_list]  # called when the module is imported
     for statement in _executed(tree.body):
         if isinstance(statement, ast.ClassDef):
             named |= _classes(statement, imports)
         elif target := _constant(statement):
-            before = named.get(target)
-            unit = _unit([statement], imports)
-            named[target] = unit if before is None else Unit(before.hash + unit.hash, before.mentions | unit.mentions)
+            before = named[target].statements if target in named else []
+            named[target] = Unit([*before, statement], imports)
         elif not isinstance(statement, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef):
             rest.append(statement)
-    decorated = [function for _, function in executed_code.units(tree) if function.decorator_list]
-    rest += [ast.Expr(decorator) for function in decorated for decorator in function.decorator_list]
-    aliases = {
-        alias: target.rpartition(".")[2] for alias, target in imports.items() if target.rpartition(".")[2] != alias
-    }
-    return Module(_unit(rest, imports), functions, named, aliases)
+    return Module(Unit(rest, imports), functions, named)
 
 
 def _classes(node: ast.ClassDef, imports: dict[str, str], prefix: str = "") -> dict[str, Unit]:
@@ -166,20 +169,11 @@ def _classes(node: ast.ClassDef, imports: dict[str, str], prefix: str = "") -> d
             found |= _classes(statement, imports, f"{prefix}{node.name}.")
             body.append(ast.Expr(ast.Name(statement.name)))
         elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-            body.append(ast.Expr(ast.Constant(statement.name)))
+            body.append(ast.Expr(ast.Name(f"def {statement.name}")))  # a text alone could be taken for a docstring
         else:
             body.append(statement)
     shell = ast.ClassDef(node.name, node.bases, node.keywords, body, node.decorator_list)
-    return {**found, prefix + node.name: _unit([shell], imports)}
-
-
-def _unit(statements: list[ast.stmt], imports: dict[str, str]) -> Unit:
-    """Some statements together."""
-    nodes = [node for statement in statements for node in ast.walk(statement)]
-    variables = {node.id for node in nodes if isinstance(node, ast.Name)}
-    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    origins = [f"{name}={imports[name]}" for name in sorted(variables & imports.keys())]
-    return Unit(short_hash(*map(symbol_hash, statements), *origins), frozenset(variables | attributes))
+    return {**found, prefix + node.name: Unit([shell], imports)}
 
 
 def _constant(statement: ast.stmt) -> str | None:
