@@ -38,6 +38,7 @@ class GenericHeads(SitePass):
       + from torch import nn
       + ...
       + from transformers.utils import can_return_tuple
+      + ...
 
 
         class ExampleModel(PreTrainedModel):
@@ -55,7 +56,6 @@ class GenericHeads(SitePass):
       +         self.num_labels = config.num_labels
       +         self.model = ExampleModel._from_config(config)
       +         ...
-      +
       +     @can_return_tuple
       +     @auto_docstring
       +     def forward(

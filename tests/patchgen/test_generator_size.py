@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from patchgen.runtime.verify.source_closure import closure
 
-LIMIT = 12_045
+LIMIT = 12_104
 """Lines; lower it with the code. What a generated file computes is the proof's to judge, not another reader's. 11,500 without
 what takes the parents of a fork into its file (`inherited.py`) and says which head is missing; 50 of the
 last have decoders that count positions themselves look them up by slice and by document (`language_sp.py`), and 15 have counts
-along tokens go on from one slice to the next (`fill_back.py`)."""
-OTHERS = ("patchgen.runtime", "patchgen.commands", "patchgen.kernels")
+along tokens go on from one slice to the next (`fill_back.py`); 59 mend a statement that fails in upstream, where a release has it
+(`hand_edits.py`), and start what observes a proof."""
+OTHERS = ("patchgen.runtime", "patchgen.commands", "patchgen.kernels", "patchgen.executed_code")
 
 
 def test_generate_imports_no_more_lines_than_it_did():
