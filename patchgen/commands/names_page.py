@@ -72,7 +72,8 @@ STALE = "stale"
 def page() -> str:
     """The text of the page, from `NAMES` and the records alone."""
     key, rows = records.required_key(), _rows_by_type()
-    lines, notes = [], dict[str, str]()
+    lines: list[str] = []
+    notes: dict[str, str] = {}
     for name, kind, form in NAMES:
         line, mended = _line(name, kind, form, rows.get(kind), key)
         lines.append(line)
