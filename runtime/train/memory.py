@@ -150,7 +150,11 @@ def estimate(
     window = 1 + recipe.parallel.prefetch if reshards else len(units)
     # Beside whole gradients, buffers in which they are sent; through peer memory they are in `shared`.
     sending = 1.0 if uses_peers else 1.0 + _wide(recipe, layout, itemsize, device_type) / itemsize
-    moments = {"in the loss": sum(kept) + loss + root.gathered + (0 if reshards else sum(u.gathered for u in units))}
+    # With several micro-batches all gradients of the ones before are there from the second forward on.
+    earlier = gradients if recipe.train.batches_per_step > layout.num_batches else 0
+    moments = {
+        "in the loss": earlier + sum(kept) + loss + root.gathered + (0 if reshards else sum(u.gathered for u in units))
+    }
     done = int(_share_of_head(model, layers) * (root.gradients if uses_peers or root.copies else root.whole_gradients))
     if not has_fused_loss(chosen):
         done = max(done, loss)
@@ -160,7 +164,7 @@ def estimate(
         working = tokens * widths.working[index] + (per_layer[index] if mode != "none" else 0)
         own_gradients = unit.undivided_gradients + int(unit.whole_gradients * sending)
         moments[f"in the backward of layer {index}"] = (
-            sum(kept[: index + 1]) + done + root.gathered + gathered + working + own_gradients
+            sum(kept[: index + 1]) + max(done, earlier) + root.gathered + gathered + working + own_gradients
         )
         done += unit.gradients
     whole = int(root.whole_gradients * (sending if not uses_peers else 1 - _share_of_head(model, layers)))
