@@ -150,6 +150,8 @@ def read(text: str, name: str, *, is_package: bool = False) -> Module:
         (named if executed_code.is_read_as_source(function) else functions)[qualified] = Unit([function], imports)
         rest += [ast.Expr(decorator) for decorator in function.decorator_list]  # called when the module is imported
     for statement in _executed(tree.body):
+        if _is_text(statement):
+            continue
         if isinstance(statement, ast.ClassDef):
             named |= _classes(statement, imports)
         elif target := _constant(statement):
@@ -165,6 +167,8 @@ def _classes(node: ast.ClassDef, imports: dict[str, str], prefix: str = "") -> d
     found: dict[str, Unit] = {}
     body: list[ast.stmt] = []
     for statement in node.body:
+        if _is_text(statement):
+            continue
         if isinstance(statement, ast.ClassDef):
             found |= _classes(statement, imports, f"{prefix}{node.name}.")
             body.append(ast.Expr(ast.Name(statement.name)))
@@ -174,6 +178,11 @@ def _classes(node: ast.ClassDef, imports: dict[str, str], prefix: str = "") -> d
             body.append(statement)
     shell = ast.ClassDef(node.name, node.bases, node.keywords, body, node.decorator_list)
     return {**found, prefix + node.name: Unit([shell], imports)}
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    """Whether a statement is a docstring, of a module, a class or a constant."""
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _constant(statement: ast.stmt) -> str | None:

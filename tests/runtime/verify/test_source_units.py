@@ -17,6 +17,11 @@ UNUSED = 1
 
 def helper(x):
     return x * SCALE
+
+
+@functools.cache
+def cached():
+    return 0
 '''
 MODULE = '''"""A module."""
 
@@ -107,6 +112,11 @@ CHANGES_NOTHING = {
     "a new import": ("module", "LIMIT =", "import os\nLIMIT ="),
     "a constant that nothing names": ("other", "UNUSED = 1", "UNUSED = 2"),
     "a docstring": ("module", '"""What it does."""', '"""Other words."""'),
+    "the docstring of a module with decorators": (
+        "other",
+        '"""Another module."""',
+        '"""Other words."""',
+    ),
     "a comment": ("module", "LIMIT =", "# Why.\nLIMIT ="),
     "for a type checker alone": ("module", "LIMIT =", "if TYPE_CHECKING:\n    import json\nLIMIT ="),
 }
