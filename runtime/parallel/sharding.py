@@ -117,7 +117,7 @@ def shard_model(
         install_token_prefetch(model, experts)
     router_selection.install(model, dict.fromkeys(path.rpartition(".")[0] for path in paths))
     kept_dtypes.keep_in_fp32(model)
-    names, _ = tables.choose(model, options.shard_tables_above)
+    names, _ = tables.choose(model, options.shard_tables_above, world=state.config.world)
     in_fp32 = fp32_parameters.names(model, options.param_dtype)
     divided = tables.divide(model, names, state, param_dtype=options.param_dtype, in_fp32=in_fp32)
     layers = [layer for layer in layers if layer not in divided]

@@ -21,7 +21,8 @@ DTensors, so that norm, checkpoints and exports treat them as any other.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,17 +30,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from patchgen.runtime.parallel import checkpointing, undivided, watch
 from patchgen.runtime.parallel.collectives import all_to_all
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.parallel_plan import find_tables
 from patchgen.runtime.uncompiled import uncompiled
 
 ABOVE = 2**31
 """Parameters up to which a table is gathered. Beyond, in bf16 the gathered weight and its gradient would take 4 GiB each. The
 embeddings of vocabularies are smaller (262k rows of 5,376: 1.4e9): for them an exchange with a host sync would gain little."""
+_STORED = "_stored_weight"  # on a table whose class overrides forward: the weight, while that forward sees a stand-in
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class ShardedTable(nn.Embedding):
     that a class that scales what `super().forward` returns still does.
 
     Raises:
-        IndexError: an id that is no row of the table.
+        IndexError: on all ranks, an id of any of them that is no row of the table.
     """
 
     sharded_rows: ShardedRows
@@ -94,15 +95,59 @@ class _Route:
 # ---------------------------------------------------------------------------------------------- sharding
 
 
-def choose(model: nn.Module, above: int | None) -> tuple[list[str], dict[str, str]]:
-    """The tables of more parameters than `above` (None: none), and those as large that have to be gathered, with the reason."""
-    if above is None:
+def choose(model: nn.Module, above: int | None, *, world: int) -> tuple[list[str], dict[str, str]]:
+    """The tables of more parameters than `above` (None: none), and those as large that have to be gathered, with the reason.
+
+    Args:
+        world: ranks; one has all rows, and nothing is chosen.
+    """
+    if above is None or world == 1:
         return [], {}
     tables, gathered = find_tables(model)
     return (
         [name for name in tables if model.get_parameter(name).numel() > above],
         {name: reason for name, reason in gathered.items() if model.get_parameter(name).numel() > above},
     )
+
+
+def find_tables(model: nn.Module) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The weights of embeddings, of any size, that are only looked up by `nn.Embedding.forward`, and the others, each with the
+    reason. That nothing beside a module's forward reads its weight is not shown here: torch refuses to mix tensors and DTensors.
+    """
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    tables, gathered = [], {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            name = f"{path}.weight" if path else "weight"
+            reason = _why_gathered(module, is_shared=uses[id(module.weight)] > 1)
+            if reason is None:
+                tables.append(name)
+            else:
+                gathered[name] = reason
+    return tuple(tables), gathered
+
+
+def _why_gathered(module: nn.Embedding, *, is_shared: bool) -> str | None:
+    """Why rows of an embedding cannot be sent for; None: they can."""
+    reasons = {
+        "another module has the same weight, a head tied to it for example": is_shared,
+        "max_norm changes rows when they are looked up": module.max_norm is not None,
+        "scale_grad_by_freq counts the ids of a whole batch": module.scale_grad_by_freq,
+        "its gradient is a sparse tensor": module.sparse,
+        f"{type(module).__name__} looks rows up itself, not by nn.Embedding.forward": not _looks_up_by_torch(module),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _looks_up_by_torch(module: nn.Module) -> bool:
+    """Whether a module's forward is that of `nn.Embedding`, or all that override it call `super().forward`."""
+    for cls in type(module).__mro__:
+        if cls in (ShardedTable, nn.Embedding):
+            return True
+        code = getattr(vars(cls).get("forward"), "__code__", None)
+        if code is not None and not ("__class__" in code.co_freevars and "forward" in code.co_names):
+            return False
+    return True
 
 
 def divide(
@@ -149,8 +194,32 @@ def of_model(model: nn.Module) -> dict[str, ShardedTable]:
 
 def _sharded_class(cls: type[nn.Embedding]) -> type[nn.Embedding]:
     """A class of the same name whose `nn.Embedding.forward` is that of `ShardedTable`."""
+    members: dict[str, object] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    if cls is not nn.Embedding:
+        members["forward"] = _with_stand_in(cls.forward)
     bases = (ShardedTable,) if cls is nn.Embedding else (cls, ShardedTable)
-    return type(cls.__name__, bases, {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    return type(cls.__name__, bases, members)
+
+
+def _with_stand_in(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The forward of a class, for which the weight looks as if it was gathered: whole, in the dtype of computing.
+
+    A class that scales its rows reads `self.weight.dtype` for example. The values are NaN: nothing may be computed with them.
+    """
+
+    @uncompiled
+    def forward_with_stand_in(self: ShardedTable, *args: object, **kwargs: object) -> Tensor:
+        weight = vars(self)[_STORED] = self.weight
+        device = weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device
+        stand_in = torch.full((), torch.nan, dtype=self.sharded_rows.dtype, device=device)
+        self._parameters["weight"] = stand_in.expand(weight.shape)  # pyright: ignore[reportArgumentType]
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            self._parameters["weight"] = weight
+            del vars(self)[_STORED]
+
+    return forward_with_stand_in
 
 
 def _first_rows(num_rows: int, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -175,7 +244,8 @@ def look_up(table: ShardedTable, ids: Tensor) -> Tensor:
     """`[..., W]`: the rows of ids `[...]`. One host sync for the different ids and one for the sizes of the exchange."""
     rows = table.sharded_rows
     route = checkpointing.remember(lambda: _route(rows, ids.reshape(-1)))
-    owned_QW = _OwnRows.apply(table.weight, route, _padding_row(table), rows.dtype)
+    weight = vars(table).get(_STORED, table.weight)
+    owned_QW = _OwnRows.apply(weight, route, _padding_row(table), rows.dtype)
     rows_UW = all_to_all(
         owned_QW,
         rows.group,
@@ -192,13 +262,12 @@ def _route(rows: ShardedRows, ids_T: Tensor) -> _Route:
     ids_U, place_T = torch.unique(ids_T, return_inverse=True)
     first_rows = torch.tensor(rows.first_rows, device=ids_T.device, dtype=ids_U.dtype)
     send_n = torch.searchsorted(ids_U, first_rows).diff()
+    # -1 tells all ranks of an id that is no row here: none waits for rows that do not come.
+    send_n = send_n.where(send_n.sum() == ids_U.numel(), -1)
     receive_n = all_to_all(send_n, rows.group, operation=f"exchange how many rows of {rows.name} are wanted")
     with watch.operation(f"wait for how many rows of {rows.name} are wanted"):
         send_sizes, receive_sizes = torch.stack([send_n, receive_n]).tolist()
-    if sum(send_sizes) != ids_U.numel():
-        raise IndexError(
-            f"Ids {int(ids_U[0])} to {int(ids_U[-1])} were looked up in {rows.name}, which has {rows.first_rows[-1]} rows."
-        )
+    _require_rows(rows, ids_U, send_sizes, receive_sizes)
     wanted_Q = all_to_all(
         ids_U,
         rows.group,
@@ -207,6 +276,18 @@ def _route(rows: ShardedRows, ids_T: Tensor) -> _Route:
         send_sizes=send_sizes,
     )
     return _Route(place_T, wanted_Q - first_rows[dist.get_rank(rows.group)], send_sizes, receive_sizes)
+
+
+def _require_rows(rows: ShardedRows, ids_U: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> None:
+    """Raises IndexError on all ranks if one of them looked up an id that is no row: each of these marked its sizes."""
+    num_rows = rows.first_rows[-1]
+    if -1 in send_sizes:
+        raise IndexError(
+            f"Ids {int(ids_U[0])} to {int(ids_U[-1])} were looked up in {rows.name}, which has {num_rows} rows."
+        )
+    if wrong := [rank for rank, size in enumerate(receive_sizes) if size == -1]:
+        others = ", ".join(str(dist.get_global_rank(rows.group, rank)) for rank in wrong)
+        raise IndexError(f"An id that is none of the {num_rows} rows of {rows.name} was looked up on rank {others}.")
 
 
 def _padding_row(table: ShardedTable) -> int | None:

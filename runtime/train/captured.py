@@ -158,9 +158,9 @@ def require_replayable(recipe: Recipe, layout: ParallelConfig) -> None:
             raise RecipeError(f"train.cuda_graph {reason}.")
 
 
-def require_no_tables(recipe: Recipe, model: nn.Module) -> None:
+def require_no_tables(recipe: Recipe, model: nn.Module, *, world: int) -> None:
     """Raises RecipeError if rows of a table are sent for (`parallel/tables.py`): how many, the host has to know."""
-    names, _ = tables.choose(model, recipe.parallel.shard_tables_above)
+    names, _ = tables.choose(model, recipe.parallel.shard_tables_above, world=world)
     if names:
         raise RecipeError(
             f"train.cuda_graph cannot wait for how many rows of {names[0]} ranks want: it has "

@@ -50,7 +50,7 @@ def build_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
     models.configure_seams(recipe, model)
     router_balance.require_possible(recipe, model)
     if recipe.train.cuda_graph:
-        captured.require_no_tables(recipe, model)
+        captured.require_no_tables(recipe, model, world=world)
     if (teacher_recipe := choose.teacher_recipe(recipe)) is not None:
         teacher = models.build_on_meta(teacher_recipe)
         choose.require_same_vocab_size(model, teacher)

@@ -80,7 +80,7 @@ class _Unit:
         gathered: bytes in the dtype of computing, of parameters that are divided over ranks.
         whole_gradients: those of the trained ones among them, before they are summed.
         gradients: of this rank, as the optimizer gets them.
-        undivided_gradients: those of them that are of parameters which this rank holds whole.
+        undivided_gradients: those of them that no other rank sums: of parameters which this rank holds whole, of rows of tables.
         copies: of parameters that this rank holds whole.
         shards: of trained, divided parameters in the dtype of computing, one size for each.
     """
@@ -111,7 +111,7 @@ def estimate(
     """
     itemsize = (compute_dtype or getattr(torch, recipe.model.dtype)).itemsize
     experts = set(sharding.expert_paths(model))
-    in_rows = set(tables.choose(model, recipe.parallel.shard_tables_above)[0])
+    in_rows = set(tables.choose(model, recipe.parallel.shard_tables_above, world=layout.world)[0])
     stored, trained, states = _state(model, recipe, layout)
     layers = sharding.find_layers(model, None)
     owners = {id(parameter): index for index, layer in enumerate(layers) for parameter in layer.parameters()}
@@ -120,7 +120,9 @@ def estimate(
         unit = units[owners[id(parameter)]] if id(parameter) in owners else root
         if name in in_rows:  # a dense gradient of this rank's rows
             is_trained = parameter.requires_grad and recipe.lora is None
-            unit.gradients += is_trained * -(-parameter.numel() // layout.world) * parameter.element_size()
+            size = is_trained * -(-parameter.numel() // layout.world) * parameter.element_size()
+            unit.gradients += size
+            unit.undivided_gradients += size
             continue
         _add(unit, parameter, name in experts, recipe, layout, itemsize, device_type, compute_dtype)
     uses_peers = _uses_peers(recipe, layout, compute_dtype, device_type)
@@ -155,7 +157,10 @@ def estimate(
     moments = {
         "in the loss": earlier + sum(kept) + loss + root.gathered + (0 if reshards else sum(u.gathered for u in units))
     }
-    done = int(_share_of_head(model, layers) * (root.gradients if uses_peers or root.copies else root.whole_gradients))
+    done = int(
+        _share_of_head(model, layers, in_rows)
+        * (root.gradients if uses_peers or root.copies else root.whole_gradients)
+    )
     if not has_fused_loss(chosen):
         done = max(done, loss)
     for index in reversed(range(len(units))):
@@ -167,7 +172,7 @@ def estimate(
             sum(kept[: index + 1]) + max(done, earlier) + root.gathered + gathered + working + own_gradients
         )
         done += unit.gradients
-    whole = int(root.whole_gradients * (sending if not uses_peers else 1 - _share_of_head(model, layers)))
+    whole = int(root.whole_gradients * (sending if not uses_peers else 1 - _share_of_head(model, layers, in_rows)))
     moments["in the backward of embeddings and head"] = gradients + root.gathered + whole
     reached = max(moments, key=lambda name: moments[name])
     return Estimate(
@@ -207,7 +212,7 @@ def _state(model: PreTrainedModel, recipe: Recipe, layout: ParallelConfig) -> tu
     """Bytes of parameters, of gradients in their dtypes, and of the optimizer."""
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     of_muon = optimizers.muon_matrices(model, trainable, recipe.optim) if recipe.optim.name == "muon" else {}
-    in_rows = set(tables.choose(model, recipe.parallel.shard_tables_above)[0])
+    in_rows = set(tables.choose(model, recipe.parallel.shard_tables_above, world=layout.world)[0])
     stored, trained, states = 0, 0, 0
     for name, parameter in model.named_parameters():
         shards = layout.world if name in in_rows else layout.num_shards
@@ -307,11 +312,12 @@ def _wide(recipe: Recipe, layout: ParallelConfig, itemsize: int, device_type: st
     return itemsize if exchanges else getattr(torch, recipe.parallel.reduce_dtype).itemsize
 
 
-def _share_of_head(model: PreTrainedModel, layers: list[nn.Module]) -> float:
+def _share_of_head(model: PreTrainedModel, layers: list[nn.Module], in_rows: set[str]) -> float:
     """What of the gradients outside of layers is there before those of layers: that of a head; of a tied one all."""
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    root = sum(p.numel() for p in model.parameters() if id(p) not in in_layers and p.requires_grad)
+    elsewhere = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    elsewhere |= {id(model.get_parameter(name)) for name in in_rows}
+    root = sum(p.numel() for p in model.parameters() if id(p) not in elsewhere and p.requires_grad)
     if head is None or not root or not head.weight.requires_grad:
         return 0.0
     return 1.0 if head.weight is embeddings.weight else sum(p.numel() for p in head.parameters()) / root

@@ -187,7 +187,7 @@ def describe(
         f"optimizer    {recipe.optim.name}, lr {rates[0]:.2e} at step 1, {rates[1]:.2e} at step {train.steps}",
         *(f"{name:<12} {chosen.get(name, 'eager')}" for name in report.seam_users(model)),
         *_attention_lines(recipe, model, device),
-        *_table_lines(recipe, model),
+        *_table_lines(recipe, model, layout),
         *(
             [f"lora         {lora_targets.find_targets(model, recipe.lora).summary}"]
             if recipe.lora is not None
@@ -214,9 +214,9 @@ def _attention_lines(recipe: Recipe, model: PreTrainedModel, device: PlannedDevi
     return attention_choice.explain(type(model), model.config, names, models.compute_dtype(recipe)).splitlines()
 
 
-def _table_lines(recipe: Recipe, model: PreTrainedModel) -> list[str]:
+def _table_lines(recipe: Recipe, model: PreTrainedModel, layout: ParallelConfig) -> list[str]:
     """Large embeddings: whose rows are sent for, and which are gathered all the same."""
-    names, gathered = tables.choose(model, recipe.parallel.shard_tables_above)
+    names, gathered = tables.choose(model, recipe.parallel.shard_tables_above, world=layout.world)
     counts = {
         name: f"{name}, {model.get_parameter(name).numel() / 1e9:,.2f} B parameters" for name in (*names, *gathered)
     }

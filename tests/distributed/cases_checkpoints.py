@@ -24,7 +24,7 @@ from patchgen.runtime.checkpoint import (
     stream_weights,
 )
 from patchgen.runtime.checkpoint.placement import local_tensor, shard_like
-from patchgen.runtime.parallel import loss, sharding
+from patchgen.runtime.parallel import loss, sharding, tables
 from patchgen.runtime.train.model import find_head_and_config
 from patchgen.runtime.verify.small_config import small_config
 
@@ -230,6 +230,7 @@ def train(
     if resume:
         model = cases_models.on_meta(model)
     sharding.shard_model(model, state, options=sharding.ShardingOptions(shard_tables_above=shard_tables_above))
+    assert bool(tables.of_model(model)) == (shard_tables_above is not None and dist.get_world_size() > 1)
     if resume:
         sharding.materialise(model, "cpu")
     optimizer = torch.optim.AdamW(sharding.optimizer_groups(model), lr=1e-3)

@@ -20,7 +20,7 @@ from rounding import FACTOR
 from torch import Tensor
 
 from patchgen.runtime import attention, parallel
-from patchgen.runtime.parallel import batch, checkpointing, collectives, gradients, loss, sharding
+from patchgen.runtime.parallel import batch, checkpointing, collectives, gradients, loss, sharding, tables
 
 ROWS, LENGTH, VOCABULARY = 16, 16, 61
 DOCUMENTS = (0, 3, 4, 10, 16)  # of a packed row
@@ -293,6 +293,7 @@ def agrees(
         model = on_meta(model)
     checkpointing.apply(model, checkpoint)
     sharding.shard_model(model, state, options=sharding.ShardingOptions(**options))
+    assert bool(tables.of_model(model)) == ("shard_tables_above" in options), "toys have small tables"
     if meta:
         sharding.materialise(model, "cpu")
         sharding.load_full_tensors(model, whole_tensors)

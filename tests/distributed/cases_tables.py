@@ -1,4 +1,4 @@
-"""What each rank does in the tests of row-sharded tables; see test_tables.py."""
+"""What each rank does in the tests of row-sharded tables; see test_tables_on_ranks.py."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import pathlib
 
 import cases_checkpoints
+import cases_models
 import cases_sequence
 import torch
 import torch.distributed as dist
@@ -64,13 +65,35 @@ def looks_up(cls: type[nn.Embedding], num_rows: int, dtype: torch.dtype, **layou
     assert not module(ids_of(rank, num_rows, 0)).requires_grad, "frozen: no backward"
 
 
-def refuses_what_is_no_row() -> list[str]:
-    """The errors of ids below and beyond the rows, on all ranks."""
+def scales_as_gathered(width: int, computed: torch.dtype) -> None:
+    """Rows of gemma4's scaled embedding and the gradients of its table, bit for bit those of FSDP2, which casts what it gathers:
+    upstream's forward rounds its scale to the weight's dtype."""
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextScaledWordEmbedding
+
+    results, names = [], ("Gemma4TextScaledWordEmbedding",)
+    for above in (1, None):
+        torch.manual_seed(0)
+        model = nn.Sequential(Gemma4TextScaledWordEmbedding(16, width, padding_idx=0, embed_scale=width**0.5))
+        options = sharding.ShardingOptions(param_dtype=computed, shard_tables_above=above)
+        sharding.shard_model(
+            model, cases_sequence.state_of(), options=options, layer_classes=names, expert_parameters=()
+        )
+        assert len(tables.of_model(model)) == (above == 1)
+        rows = model(torch.randint(0, 16, (2, 5), generator=torch.Generator().manual_seed(dist.get_rank())))
+        rows.sum().backward()
+        results.append((rows, cases_models.full_tensor(model[0].weight.grad)))
+    (rows, gradient), (expected_rows, expected_gradient) = results
+    assert rows.dtype == expected_rows.dtype == computed and torch.equal(rows, expected_rows)
+    require_equal_up_to_rounding(gradient, expected_gradient, dtype=computed)
+
+
+def refuses_what_is_no_row(*, everywhere: bool) -> list[str]:
+    """The errors of ids below and beyond the rows, looked up on all ranks or on the last alone."""
     module, _ = sharded(nn.Embedding, 5, torch.float32)
     told = []
     for wrong in (-1, 5):
         try:
-            module(torch.tensor([0, wrong]))
+            module(torch.tensor([0, wrong if everywhere or dist.get_rank() == 1 else 4]))
         except IndexError as error:
             told.append(str(error))
     return told

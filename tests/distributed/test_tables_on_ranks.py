@@ -52,11 +52,16 @@ def test_rows_lie_on_all_ranks_of_replicas(four_ranks):
 
 
 def test_an_id_that_is_no_row_is_an_error(two_ranks):
-    for told in two_ranks.run(cases.refuses_what_is_no_row):
-        assert told == [
-            "Ids -1 to 0 were looked up in 0.weight, which has 5 rows.",
-            "Ids 0 to 5 were looked up in 0.weight, which has 5 rows.",
-        ]
+    """On every rank, also where only one of them looked it up: none waits for rows that do not come."""
+    own = [f"Ids {ids} were looked up in 0.weight, which has 5 rows." for ids in ("-1 to 0", "0 to 5")]
+    others = ["An id that is none of the 5 rows of 0.weight was looked up on rank 1."] * 2
+    assert two_ranks.run(cases.refuses_what_is_no_row, everywhere=True) == [own, own]
+    assert two_ranks.run(cases.refuses_what_is_no_row, everywhere=False) == [others, own]
+
+
+def test_a_class_that_reads_the_dtype_of_its_weight_sees_that_of_computing(two_ranks):
+    """Rows of gemma4's scaled embedding beside those with the table gathered, for a scale that bf16 rounds."""
+    two_ranks.run(cases.scales_as_gathered, 6, torch.bfloat16)
 
 
 def test_a_run_on_two_ranks_goes_on_on_one_and_without_row_sharded_tables(tmp_path, one_rank, two_ranks):
