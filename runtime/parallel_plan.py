@@ -1,7 +1,13 @@
-"""The parallel plan: the parameters of a generated model that are sharded over the expert mesh, found by the generator."""
+"""The parallel plan: the parameters of a generated model that no rank gathers.
+
+experts     sharded over the expert mesh; which they are, the generator found
+tables      embeddings whose rows can be sharded over all ranks (`parallel/tables.py`); found by their role in the live model,
+            and sharded so if they are large
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -11,13 +17,19 @@ from patchgen.runtime.parts import classes_with_plan, parts_of
 if TYPE_CHECKING:
     from torch import nn
 
+_LOOK_UPS = ("torch.nn.modules.sparse", "patchgen.runtime.parallel.tables")  # files of classes that look rows up
+
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Paths of the parameters whose first dimension is the experts' (`[E, ...]`)."""
+    """Paths of the parameters whose first dimension is the experts' (`[E, ...]`), and of tables `[rows, width]` of any size."""
 
     expert_parameters: tuple[str, ...] = ()
     left_alone: Mapping[str, str] = field(default_factory=dict)  # class of experts that are not sharded -> why
+    tables: tuple[str, ...] = ()
+    tables_left_alone: Mapping[str, str] = field(
+        default_factory=dict
+    )  # path of an embedding that FSDP has to gather -> why
 
     def __contains__(self, path: str) -> bool:
         return path in self.expert_parameters
@@ -68,7 +80,51 @@ def parallel_plan(
         for plan in [head.get_parallel_plan(part) for head in classes_with_plan(file)]:
             paths += [f"{path}.{name}" for name in plan.expert_parameters]
             alone |= plan.left_alone
-    return ParallelPlan(expert_parameters=tuple(dict.fromkeys(paths)), left_alone=alone)
+    tables, gathered = find_tables(model)
+    return ParallelPlan(tuple(dict.fromkeys(paths)), alone, tables, gathered)
+
+
+def find_tables(model: nn.Module) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The weights of embeddings that are only looked up by `nn.Embedding.forward`, and the others, each with the reason.
+
+    That nothing else reads a weight is not shown here: it would fail with torch's error on mixed tensors and DTensors.
+    """
+    from torch import nn
+
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    tables, gathered = [], {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            name = f"{path}.weight" if path else "weight"
+            reason = _why_gathered(module, is_shared=uses[id(module.weight)] > 1)
+            if reason is None:
+                tables.append(name)
+            else:
+                gathered[name] = reason
+    return tuple(tables), gathered
+
+
+def _why_gathered(module: nn.Embedding, *, is_shared: bool) -> str | None:
+    """Why rows of an embedding cannot be sent for; None: they can."""
+    reasons = {
+        "another module has the same weight, a head tied to it for example": is_shared,
+        "max_norm changes rows when they are looked up": module.max_norm is not None,
+        "scale_grad_by_freq counts the ids of a whole batch": module.scale_grad_by_freq,
+        "its gradient is a sparse tensor": module.sparse,
+        f"{type(module).__name__} looks rows up itself, not by nn.Embedding.forward": not _looks_up_by_torch(module),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _looks_up_by_torch(module: nn.Module) -> bool:
+    """Whether a module's forward is that of `nn.Embedding`, or all that override it call `super().forward`."""
+    for cls in type(module).__mro__:
+        if cls.__module__ in _LOOK_UPS:
+            return True
+        code = getattr(vars(cls).get("forward"), "__code__", None)
+        if code is not None and not ("__class__" in code.co_freevars and "forward" in code.co_names):
+            return False
+    return True
 
 
 def _has_expert_dimension(value: nn.Parameter, parameters: Mapping[str, nn.Parameter], names: tuple[str, ...]) -> bool:

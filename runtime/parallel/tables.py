@@ -21,7 +21,6 @@ DTensors, so that norm, checkpoints and exports treat them as any other.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +34,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from patchgen.runtime.parallel import checkpointing, undivided, watch
 from patchgen.runtime.parallel.collectives import all_to_all
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.parallel_plan import find_tables
 from patchgen.runtime.uncompiled import uncompiled
 
 ABOVE = 2**31
@@ -108,46 +108,6 @@ def choose(model: nn.Module, above: int | None, *, world: int) -> tuple[list[str
         [name for name in tables if model.get_parameter(name).numel() > above],
         {name: reason for name, reason in gathered.items() if model.get_parameter(name).numel() > above},
     )
-
-
-def find_tables(model: nn.Module) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The weights of embeddings, of any size, that are only looked up by `nn.Embedding.forward`, and the others, each with the
-    reason. That nothing beside a module's forward reads its weight is not shown here: torch refuses to mix tensors and DTensors.
-    """
-    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    tables, gathered = [], {}
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            name = f"{path}.weight" if path else "weight"
-            reason = _why_gathered(module, is_shared=uses[id(module.weight)] > 1)
-            if reason is None:
-                tables.append(name)
-            else:
-                gathered[name] = reason
-    return tuple(tables), gathered
-
-
-def _why_gathered(module: nn.Embedding, *, is_shared: bool) -> str | None:
-    """Why rows of an embedding cannot be sent for; None: they can."""
-    reasons = {
-        "another module has the same weight, a head tied to it for example": is_shared,
-        "max_norm changes rows when they are looked up": module.max_norm is not None,
-        "scale_grad_by_freq counts the ids of a whole batch": module.scale_grad_by_freq,
-        "its gradient is a sparse tensor": module.sparse,
-        f"{type(module).__name__} looks rows up itself, not by nn.Embedding.forward": not _looks_up_by_torch(module),
-    }
-    return next((reason for reason, applies in reasons.items() if applies), None)
-
-
-def _looks_up_by_torch(module: nn.Module) -> bool:
-    """Whether a module's forward is that of `nn.Embedding`, or all that override it call `super().forward`."""
-    for cls in type(module).__mro__:
-        if cls in (ShardedTable, nn.Embedding):
-            return True
-        code = getattr(vars(cls).get("forward"), "__code__", None)
-        if code is not None and not ("__class__" in code.co_freevars and "forward" in code.co_names):
-            return False
-    return True
 
 
 def divide(

@@ -5,6 +5,7 @@ from torch import nn
 
 from patchgen.runtime.parallel import tables
 from patchgen.runtime.parallel.sharding import ShardingOptions
+from patchgen.runtime.parallel_plan import parallel_plan
 from patchgen.runtime.train.sections import ParallelSection
 
 
@@ -33,8 +34,9 @@ def test_tables_are_embeddings_that_only_nn_embedding_looks_up():
         }
     )
     found["head"].weight = found["tied"].weight
-    names, gathered = tables.find_tables(found)
-    assert names == ("plain.weight", "scaled.weight")
+    plan = parallel_plan(found, {})
+    gathered = plan.tables_left_alone
+    assert plan.tables == ("plain.weight", "scaled.weight")
     assert gathered.keys() == {f"{name}.weight" for name in ("tied", "bounded", "by_frequency", "sparse", "itself")}
     assert "a head tied to it" in gathered["tied.weight"]
     assert gathered["itself.weight"].startswith("LooksUpItself looks rows up itself")
