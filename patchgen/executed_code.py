@@ -60,7 +60,9 @@ def functions() -> frozenset[str]:
     modules = {
         name for name, module in list(sys.modules.items()) if is_recorded(name) and getattr(module, "__file__", None)
     }
-    return frozenset({*_ran, *(f"{name}:{'' if name in _instrumented else ALL}" for name in modules)})
+    before = {f"{name}:{ALL}" for name in modules - _instrumented}
+    # A module whose import failed is none of `sys.modules`: mended, it would do something else. Threads may add functions.
+    return frozenset(_ran.copy() | {f"{name}:" for name in _instrumented} | before)
 
 
 def everything() -> frozenset[str]:

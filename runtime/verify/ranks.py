@@ -124,8 +124,7 @@ class RankPool:
         if len(results) == self.world:
             return [results[rank] for rank in range(self.world)]
         silent = [rank for rank in range(self.world) if rank not in results and rank not in errors]
-        self.close()
-        self._has_lost = True
+        self.lose()
         parts = [f"rank {rank}:\n{text}" for rank, (text, _) in sorted(errors.items())]
         if silent:
             parts.append(f"ranks {silent} did not end")
@@ -143,8 +142,13 @@ class RankPool:
             return executed_code.everything()
         return frozenset[str]().union(*self.run(executed_code.functions)) if self._processes else frozenset()
 
+    def lose(self) -> None:
+        """Ends ranks that cannot go on; what they have called is not known then."""
+        self.close()
+        self._has_lost = True
+
     def close(self) -> None:
-        """Ends the ranks."""
+        """Ends the ranks; others start with the next case."""
         self._has_lost = False
         for process in self._processes:
             process.kill()

@@ -178,7 +178,7 @@ def compare_layout(
         with contextlib.closing(RankPool(pool.world, collective_timeout=2 * pool.collective_timeout)) as patient:
             return compare_layout(patient, model, head, layout, **options, is_second=True)
     if len({row.get("reason", "") for row in rows}) > 1:
-        pool.close()  # a rank that ended alone leaves the others in a step
+        pool.lose()  # a rank that ended alone leaves the others in a step
     return next((row for row in rows if row.get("reason")), rows[0])
 
 
