@@ -52,6 +52,27 @@ class RoutingRecord:
     experts: dict[str, Tensor] = field(default_factory=dict)
     multiple: int = 1
 
+    def __post_init__(self) -> None:
+        self._is_checked = False
+
+    def require_distinct(self) -> None:
+        """Raises ValueError if a token names an expert twice, or only some of its experts, or a layer none at all."""
+        if self._is_checked:
+            return
+        for name, experts_BSK in self.experts.items():
+            K, ordered = experts_BSK.shape[-1], experts_BSK.sort(-1).values
+            # Zeros where an engine recorded nothing are the usual mistake.
+            if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()):
+                raise ValueError(
+                    f"{name}: a token names one expert twice. To fix: pass no rows for what was not recorded, or "
+                    f"{ROUTERS_OWN} in all {K} columns."
+                )
+            if bool(((ordered[..., 0] < 0) != (ordered[..., -1] < 0)).any()):
+                raise ValueError(f"{name}: a token must have {K} experts, or {ROUTERS_OWN} in all {K} columns.")
+            if bool((ordered[..., -1] < 0).all()):
+                raise ValueError(f"{name}: the record has no experts for any token.")
+        self._is_checked = True
+
     @classmethod
     def of_rows(
         cls, model: nn.Module, rows: Sequence[Any], attention_mask: Tensor | None = None, *, width: int | None = None
@@ -85,18 +106,11 @@ class RoutingRecord:
                     f"found {tuple(row.shape)}."
                 )
             place[start : start + len(row)] = row
-        # Zeros where an engine recorded nothing are the usual mistake.
-        ordered = whole.sort(-1).values
-        if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()):
-            raise ValueError(
-                "A token names one expert twice. To fix: pass no rows for what was not recorded, or "
-                f"{ROUTERS_OWN} in all {K} columns."
-            )
-        if bool(((whole < 0).any(-1) != (whole < 0).all(-1)).any()):
-            raise ValueError(f"A token must have {K} experts, or {ROUTERS_OWN} in all {K} columns.")
         dtype = router_selection.index_dtype(int(whole.max()) + 1)
         layers = _layers_of_array(model, L)
-        return cls({path: whole[:, :, layer].to(dtype).contiguous() for path, layer in layers.items()})
+        record = cls({path: whole[:, :, layer].to(dtype).contiguous() for path, layer in layers.items()})
+        record.require_distinct()
+        return record
 
     def save(self, path: str | Path) -> None:
         """Writes a safetensors file."""
@@ -112,7 +126,9 @@ class RoutingRecord:
 
     def to(self, device: torch.device | str) -> RoutingRecord:
         """On another device; a replay moves what it needs itself."""
-        return RoutingRecord({name: value.to(device) for name, value in self.experts.items()}, self.multiple)
+        moved = RoutingRecord({name: value.to(device) for name, value in self.experts.items()}, self.multiple)
+        moved._is_checked = self._is_checked
+        return moved
 
 
 def _layers_of_array(model: nn.Module, L: int) -> dict[str, int]:
@@ -160,6 +176,7 @@ def record_routing(model: PreTrainedModel, state: ParallelState | None = None) -
         raise RuntimeError(f"No layer of {type(model).__name__} selected experts while routing was recorded.")
     record.experts.update({name: _full_rows(value, state) for name, value in recorder.slices.items()})
     record.multiple = 1 if state is None else state.sp
+    record._is_checked = True  # a topk selects none twice
 
 
 @contextlib.contextmanager
@@ -168,10 +185,12 @@ def replay_routing(
 ) -> Iterator[None]:
     """Routers of `model` select what `record` says in forwards of the same rows inside, and in their backwards, also later ones.
 
-    With any `sp` and `ep`, whatever those of the record were. Compiled layers run uncompiled.
+    With any `sp` and `ep`, whatever those of the record were. What torch.compile compiled runs uncompiled. A router loss counts
+    what routers would select. At the end the host waits for the device, to compare what experts were given with the record.
 
     Raises:
-        ValueError: a layer, rows, tokens or experts per token that the record has not; more than one forward at once.
+        ValueError: a layer, rows, tokens or experts per token that the record has not; a token that names an expert twice, a layer
+            without any.
         RuntimeError: at the end, naming them: layers of the record that did not run, or whose experts were not given what it says.
     """
     replayer = _Replayer(model, record, state)
@@ -237,7 +256,9 @@ class _Recorder(_OfModel):
 class _Replayer(_OfModel):
     def __init__(self, model: nn.Module, record: RoutingRecord, state: ParallelState | None) -> None:
         super().__init__(model)
+        record.require_distinct()
         self._record, self._state = record, state
+        self._num_experts = {name: num_experts_of(experts) for experts, name in self._names.items()}
         self._replayed: dict[str, int] = dict.fromkeys(record.experts, 0)
         self._differing: dict[str, Tensor] = {}
         if unknown := sorted(record.experts.keys() - {*self._names.values()}):
@@ -274,12 +295,6 @@ class _Replayer(_OfModel):
         return F.pad(whole_BSK[:, :width], (0, 0, 0, max(0, width - S)), value=ROUTERS_OWN)
 
     def given(self, name: str, selected: Tensor | None, num_replaced: int, index: Tensor | None) -> None:
-        if num_replaced == 0:
-            self._compare(name, selected, index)
-        self._replayed[name] += 1
-
-    def _compare(self, name: str, selected: Tensor | None, index: Tensor | None) -> None:
-        """Experts that are looked up by token, not selected, must be those of the record."""
         found = _selection(name, selected, index)
         wanted_TK = self.wanted(name, len(found), found.device)
         assert wanted_TK is not None
@@ -287,22 +302,30 @@ class _Replayer(_OfModel):
             raise ValueError(
                 f"{name}: the record has {wanted_TK.shape[1]} experts per token, the model {found.shape[1]}."
             )
-        differing = ((wanted_TK >= 0) & (wanted_TK.sort(-1).values != found.sort(-1).values)).any(-1).sum()
-        before = self._differing.get(name)
-        self._differing[name] = differing if before is None else before + differing
+        ordered_TK = wanted_TK.sort(-1).values.int()
+        differs_T = (ordered_TK != found.sort(-1).values).any(-1)
+        if index is not None and index.shape == wanted_TK.shape:
+            # Classes beyond the experts (zero-computation experts) may be told to experts by other numbers.
+            are_experts_T = ordered_TK[:, -1] < self._num_experts[name]
+            differs_T |= are_experts_T & (ordered_TK != index.sort(-1).values).any(-1)
+        differing = (differs_T & (ordered_TK[:, 0] >= 0)).sum()
+        self._differing[name] = differing + self._differing.get(name, 0)
+        self._replayed[name] += 1
 
     def require_replayed(self) -> None:
-        """Waits for the device only if experts of some layer were looked up."""
+        """Waits for the device."""
         if missing := [name for name, times in self._replayed.items() if not times]:
             raise RuntimeError(
                 f"Routing was not replayed: {', '.join(missing[:4])}"
                 f"{f' and {len(missing) - 4} more' if len(missing) > 4 else ''} did not run."
             )
-        if differing := {name: int(count) for name, count in self._differing.items() if int(count)}:
+        counts = torch.stack([*self._differing.values()]).tolist()
+        if differing := {name: count for name, count in zip(self._differing, counts, strict=True) if count}:
             name, count = next(iter(differing.items()))
             raise RuntimeError(
-                f"Routing was not replayed in {len(differing)} layers: {name} does not select by topk, and chose other "
-                f"experts than the record for {count} tokens."
+                f"Routing was not replayed in {len(differing)} layers: {name} has {self._num_experts[name]} experts, and for "
+                f"{count} tokens they are other ones than in the record. It selects otherwise than by one topk, or the record is "
+                "of another model."
             )
 
 

@@ -162,8 +162,10 @@ class _Selecting(TorchFunctionMode):
         index = select(scores)
         wanted_TK = self._wanted(scores)
         if wanted_TK is not None and wanted_TK.shape[1] == k:
-            wanted = wanted_TK.to(index.dtype).view(index.shape)
-            index = torch.where(wanted < 0, index, wanted)
+            wanted = wanted_TK.view(index.shape)
+            # What is no class of this router stays its own, unnoticed by the host: the watcher compares.
+            is_class = (wanted >= 0) & (wanted < num_classes)
+            index = torch.where(is_class, wanted.to(index.dtype), index)
             self.num_replaced += 1
         self.selected = index.reshape(-1, k)
         return index

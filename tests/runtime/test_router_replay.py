@@ -319,8 +319,24 @@ def test_experts_that_are_looked_up_are_compared():
     with replay_routing(model, record):
         model(input_ids=IDS)
     record.experts["layers.1.experts"][0, 0] = torch.tensor([5, 6])
-    message = r"not replayed in 1 layers: layers.1.experts does not .* for 1 tokens"
+    message = r"not replayed in 1 layers: layers.1.experts has 8 experts, and for 1 tokens"
     with pytest.raises(RuntimeError, match=message), replay_routing(model, record):
+        model(input_ids=IDS)
+
+
+def test_experts_that_another_way_than_topk_gave_are_compared():
+    """A router that calls topk and then gives its experts what it sorted: replaced, and given all the same."""
+
+    def by_sort(logits_TE, ids):
+        logits_TE.topk(K)
+        index_TK = logits_TE.argsort(-1, descending=True)[:, :K]
+        return logits_TE.gather(1, index_TK), index_TK
+
+    model = Toy(by_sort)
+    record = RoutingRecord(
+        {f"layers.{number}.experts": torch.tensor([[[6, 7]]]).expand(2, 6, 2) for number in range(2)}
+    )
+    with pytest.raises(RuntimeError, match="not replayed in 2 layers"), replay_routing(model, record):
         model(input_ids=IDS)
 
 
@@ -411,6 +427,23 @@ def test_what_is_not_replayed_is_an_error():
     with pytest.raises(ValueError, match="layers.0.experts ran twice"), record_routing(model):
         model(input_ids=IDS)
         model(input_ids=IDS)
+    for wrong, told in (
+        (0, "names one expert twice"),
+        (-1, "no experts for any token"),
+        ([1, -1], "must have 2 experts"),
+    ):
+        edited = {layer: torch.empty_like(value).copy_(torch.tensor(wrong)) for layer, value in record.experts.items()}
+        with (
+            pytest.raises(ValueError, match=f"layers.0.experts: .*{told}"),
+            replay_routing(model, RoutingRecord(edited)),
+        ):
+            pass
+    for foreign in ([E, E + 1], [128, 255], [1000, 2000]):
+        edited = {layer: value.short() for layer, value in record.experts.items()}
+        edited["layers.1.experts"][1, 5] = torch.tensor(foreign)
+        message = "not replayed in 1 layers: layers.1.experts has 8 experts, and for 1 tokens"
+        with pytest.raises(RuntimeError, match=message), replay_routing(model, RoutingRecord(edited)):
+            model(input_ids=IDS)
     other = RoutingRecord({"layers.2.experts": record.experts["layers.0.experts"]})
     with (
         pytest.raises(ValueError, match="of another model: Toy has no experts layers.2"),
