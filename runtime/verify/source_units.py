@@ -6,10 +6,12 @@ compiles; and the statements that remain. A proof depends on
     the functions that it called (`executed_code.py`)
     the classes whose methods these are
     the constants, classes and compiled functions whose names any of these mentions, in whatever module they are
-    the remaining statements of every module that was imported
+    the remaining statements of every module that was imported, what they import for others (`ops.py`), and which modules they
+    import that are not among these
 
 and on where the names that they mention are imported from. So an edit of another function, a new one, comments, docstrings and the
-order of definitions change no hash. Sources are parsed, not imported.
+order of definitions without decorators change no hash. Not noticed: a new function by the name of a builtin, and a constant that is
+read by a text alone (`getattr(module, "LIMIT")`). Sources are parsed, not imported.
 """
 
 from __future__ import annotations
@@ -35,17 +37,21 @@ class Unit:
     Args:
         statements: its code; docstrings are removed from it.
         imports: the names that its module imports -> where from.
+        for_others: those among them that other modules read here, used or not.
     """
 
-    def __init__(self, statements: Sequence[ast.stmt], imports: Mapping[str, str]) -> None:
-        self.statements, self._imports = list(statements), imports
+    def __init__(
+        self, statements: Sequence[ast.stmt], imports: Mapping[str, str], for_others: Iterable[str] = ()
+    ) -> None:
+        self.statements, self._imports, self._for_others = list(statements), imports, frozenset(for_others)
 
     @functools.cached_property
     def hash(self) -> str:
         """Of its code, and of where the names that it uses are imported from."""
         tree = without_docstrings(ast.Module(self.statements, type_ignores=[]))
         variables = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        origins = [f"{name}={self._imports[name]}" for name in sorted(variables & self._imports.keys())]
+        used = (variables | self._for_others) & self._imports.keys()
+        origins = [f"{name}={self._imports[name]}" for name in sorted(used)]
         return short_hash(*map(symbol_hash, tree.body), *origins)
 
     @functools.cached_property
@@ -54,8 +60,9 @@ class Unit:
         nodes = [node for statement in self.statements for node in ast.walk(statement)]
         variables = {node.id for node in nodes if isinstance(node, ast.Name)}
         attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-        imported = {self._imports[name].rpartition(".")[2] for name in variables & self._imports.keys()}
-        return frozenset(variables | attributes | imported)
+        imported = {self._imports[name] for name in variables & self._imports.keys()}
+        imported |= {node.name for node in nodes if isinstance(node, ast.alias)}
+        return frozenset(variables | attributes | {name.rpartition(".")[2] for name in imported})
 
 
 @dataclass(frozen=True)
@@ -65,11 +72,13 @@ class Module:
     Attributes:
         rest: the statements that are no unit.
         named: constants, classes and functions that are compiled from their source: what a mention of their names needs.
+        imports: the names that it imports -> where from.
     """
 
     rest: Unit
     functions: dict[str, Unit]
     named: dict[str, Unit]
+    imports: dict[str, str]
 
 
 def hash_of(functions: Iterable[str]) -> str:
@@ -88,7 +97,9 @@ def hash_of(functions: Iterable[str]) -> str:
         for owner in itertools.accumulate(entry.split(".")[:-1], "{}.{}".format):  # the classes around a method
             hashes.add(f"{module_name}:class {owner} {module.named[owner].hash}")
             names |= module.named[owner].mentions
-    return short_hash(*sorted(hashes | _of_names(names, _named(frozenset(module for module, _ in entries)))))
+    modules = frozenset(module for module, _ in entries)
+    hashes |= {f"{name} is new" for name in _imported_by(modules) - modules}
+    return short_hash(*sorted(hashes | _of_names(names, _named(modules), _aliases(modules))))
 
 
 def _expanded(functions: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -103,13 +114,16 @@ def _expanded(functions: Iterable[str]) -> Iterator[tuple[str, str]]:
             yield module_name, name
 
 
-def _of_names(names: set[str], table: Mapping[str, list[tuple[str, Unit]]]) -> set[str]:
+def _of_names(
+    names: set[str], table: Mapping[str, list[tuple[str, Unit]]], aliases: Mapping[str, set[str]]
+) -> set[str]:
     """The units that these names can mean, and those that the names in these can."""
     found: set[str] = set()
     waiting, seen = set(names), set[str]()
     while waiting:
         name = waiting.pop()
         seen.add(name)
+        waiting |= aliases.get(name, set()) - seen
         for place, unit in table.get(name, ()):
             found.add(f"{place} {unit.hash}")
             waiting |= unit.mentions - seen
@@ -125,6 +139,27 @@ def _named(module_names: frozenset[str]) -> dict[str, list[tuple[str, Unit]]]:
         for name, unit in module.named.items() if module is not None else ():
             table.setdefault(name.rpartition(".")[2], []).append((f"{module_name}:{name}", unit))
     return table
+
+
+@functools.cache
+def _aliases(module_names: frozenset[str]) -> dict[str, set[str]]:
+    """The names by which these modules import something as another -> the names that it has where it is defined."""
+    found: dict[str, set[str]] = {}
+    for module_name in module_names:
+        module = _module(module_name)
+        for name, origin in module.imports.items() if module is not None else ():
+            if (defined := origin.rpartition(".")[2]) != name:
+                found.setdefault(name, set()).add(defined)
+    return found
+
+
+@functools.cache
+def _imported_by(module_names: frozenset[str]) -> frozenset[str]:
+    """The modules that these import at their top, of those that are recorded."""
+    modules = [module for name in module_names if (module := _module(name)) is not None]
+    origins = {origin for module in modules for origin in module.imports.values()}
+    candidates = origins | {origin.rpartition(".")[0] for origin in origins}
+    return frozenset(name for name in candidates if executed_code.is_recorded(name) and _module(name) is not None)
 
 
 @functools.cache
@@ -147,8 +182,11 @@ def read(text: str, name: str, *, is_package: bool = False) -> Module:
     functions, named = dict[str, Unit](), dict[str, Unit]()
     rest: list[ast.stmt] = []
     for qualified, function in executed_code.units(tree):
-        (named if executed_code.is_read_as_source(function) else functions)[qualified] = Unit([function], imports)
-        rest += [ast.Expr(decorator) for decorator in function.decorator_list]  # called when the module is imported
+        units = named if executed_code.is_read_as_source(function) else functions
+        before = units[qualified].statements if qualified in units else []  # `_` of registered functions, setters
+        units[qualified] = Unit([*before, function], imports)
+        if function.decorator_list:  # called when the module is imported, in this order
+            rest += map(ast.Expr, (ast.Name(f"def {qualified}"), *function.decorator_list))
     for statement in _executed(tree.body):
         if _is_text(statement):
             continue
@@ -159,7 +197,14 @@ def read(text: str, name: str, *, is_package: bool = False) -> Module:
             named[target] = Unit([*before, statement], imports)
         elif not isinstance(statement, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef):
             rest.append(statement)
-    return Module(Unit(rest, imports), functions, named)
+    own = functions.keys() | named.keys()
+    rest += [ast.Expr(ast.Name(f"own {name}")) for name in sorted(own & imports.keys())]  # in place of what was imported
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - own
+    listed = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)} if "__all__" in named else set()
+    for_others = {
+        name for name in imports if executed_code.is_recorded(imports[name]) and (name not in used or name in listed)
+    }
+    return Module(Unit(rest, imports, for_others), functions, named, imports)
 
 
 def _classes(node: ast.ClassDef, imports: dict[str, str], prefix: str = "") -> dict[str, Unit]:

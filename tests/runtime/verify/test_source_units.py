@@ -13,6 +13,30 @@ OTHER = '''"""Another module."""
 
 SCALE = 2
 UNUSED = 1
+IN_FUNCTION = 5
+RENAMED = 7
+
+
+def given():
+    return 2
+
+
+@kernel.register
+def _(x):
+    return 1
+
+
+@kernel.register
+def _(x):
+    return 2
+
+
+@register
+def one(): ...
+
+
+@register
+def two(): ...
 
 
 def helper(x):
@@ -26,6 +50,8 @@ def cached():
 MODULE = '''"""A module."""
 
 from patchgen.runtime.other import SCALE as FACTOR
+from patchgen.runtime.other import RENAMED as FOR_OTHERS
+from patchgen.runtime.other import given
 from patchgen.runtime.other import helper
 
 LIMIT = FACTOR + 1
@@ -43,7 +69,9 @@ class Base:
 
 def called(x):
     """What it does."""
-    return helper(x)
+    from patchgen.runtime.other import IN_FUNCTION as local
+
+    return helper(x) + local + module.FOR_OTHERS
 
 
 def not_called(x):
@@ -56,6 +84,7 @@ RAN = frozenset(
         "patchgen.runtime.module:Base.method",
         "patchgen.runtime.other:",
         "patchgen.runtime.other:helper",
+        "patchgen.runtime.other:_",
     }
 )
 
@@ -67,6 +96,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder.mkdir(parents=True)
     (folder / "module.py").write_text(MODULE)
     (folder / "other.py").write_text(OTHER)
+    (folder / "newer.py").write_text("def helper(x): ...\n")
     monkeypatch.setattr(source_units, "ROOT", tmp_path / "patchgen")
     forget()
     yield folder
@@ -76,6 +106,8 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def forget() -> None:
     source_units._module.cache_clear()
     source_units._named.cache_clear()
+    source_units._aliases.cache_clear()
+    source_units._imported_by.cache_clear()
 
 
 def hash_now(ran: frozenset[str] = RAN) -> str:
@@ -84,7 +116,7 @@ def hash_now(ran: frozenset[str] = RAN) -> str:
 
 
 CHANGES_IT = {
-    "a function that was called": ("module", "return helper(x)", "return helper(x) + 1"),
+    "a function that was called": ("module", "return helper(x)", "return 1 + helper(x)"),
     "its arguments": ("module", "def called(x)", "def called(x=1)"),
     "a method that was called": ("module", "return LIMIT", "return LIMIT + 1"),
     "a field of its class": ("module", "size = 1", "size = 2"),
@@ -104,6 +136,21 @@ CHANGES_IT = {
     "a statement of the module": ("module", "LIMIT =", "print()\nLIMIT ="),
     "a decorator, which is called when the module is": ("module", "def not_called", "@register\ndef not_called"),
     "a function that is gone": ("other", "def helper", "def renamed"),
+    "where a name comes from that the module imports for others": (
+        "module",
+        "import given",
+        "import helper as given",
+    ),
+    "a function in place of one that was imported for others": ("module", "LIMIT =", "def given(): ...\n\n\nLIMIT ="),
+    "an import of a module that was none": ("module", "LIMIT =", "from patchgen.runtime import newer\n\nLIMIT ="),
+    "the first of two functions of one name": ("other", "def _(x):\n    return 1", "def _(x):\n    return 9"),
+    "a constant that a function imports under another name": ("other", "IN_FUNCTION = 5", "IN_FUNCTION = 6"),
+    "a constant that a module imports for others under another name": ("other", "RENAMED = 7", "RENAMED = 8"),
+    "the order in which functions are registered": (
+        "other",
+        "@register\ndef one(): ...\n\n\n@register\ndef two(): ...",
+        "@register\ndef two(): ...\n\n\n@register\ndef one(): ...",
+    ),
 }
 CHANGES_NOTHING = {
     "a function that was not called": ("module", "return 3", "return 4"),
