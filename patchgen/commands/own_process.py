@@ -9,6 +9,7 @@ import multiprocessing
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from patchgen.commands.examination import set_worker_environment
@@ -35,7 +36,7 @@ def run_each(
     result is a `ProcessDied`.
 
     Raises:
-        Exception: what a call raised; the others are ended.
+        Exception: what a call raised, or a RuntimeError with its traceback if it cannot be sent; the others are ended.
     """
     alone: list[str] = []
     for name, result in _run(function, calls, jobs):
@@ -84,4 +85,17 @@ def _send(connection: Connection, function: Callable[..., Any], name: str, argum
     except Exception as error:
         error.add_note("".join(traceback.format_exception(error)))
         result = (False, error)
-    connection.send(result)
+    connection.send_bytes(_pickled(name, result))
+
+
+def _pickled(name: str, result: tuple[bool, Any]) -> memoryview:
+    """What a call returned or raised, as `Connection.recv` reads it; an error in its place if it would not."""
+    try:
+        pickled = ForkingPickler.dumps(result)
+        ForkingPickler.loads(pickled)  # an exception may be written and not be made again from its `args`
+    except Exception as error:
+        succeeded, value = result
+        what = "returned what cannot be sent" if succeeded else "raised what cannot be sent"
+        told = "".join(traceback.format_exception(error)) if succeeded else value.__notes__[-1]
+        return ForkingPickler.dumps((False, RuntimeError(f"{name} {what}: {told}")))
+    return pickled

@@ -5,13 +5,12 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.progress import track
 
-from patchgen import executed_code, source, upstream
+from patchgen import source, upstream
 from patchgen.anatomy import Anatomy, Role, media, study
 from patchgen.anatomy.roles import AUDIO_INPUTS
 from patchgen.commands import own_process, support_matrix
@@ -25,9 +24,7 @@ from patchgen.commands.examination import (
     TEXT,
     Examined,
     examine,
-    generated_digest,
     row,
-    unproven,
 )
 from patchgen.errors import ConfigError
 from patchgen.model_configs import config_for
@@ -48,8 +45,9 @@ MEDIA_MAPS = ("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_
 def sweep(family: str, jobs: int, version: str | None, only: list[str], output: Path | None, *, fresh: bool) -> int:
     """Sweeps a family; 0 if some type is proven and every type that generates is, at least eagerly; with `only`, if each is proven.
 
-    1 also if a proven type has an input that no packing rule covers. Current rows (`records`) are kept; an interrupted
-    sweep resumes. Rows of other types stay in the record unchanged.
+    1 also if a proven type has an input that no packing rule covers, or a process died: its type has no new row, and the next
+    sweep examines it again. Current rows (`records`) are kept; an interrupted sweep resumes. Rows of other types stay in the
+    record unchanged.
 
     Raises:
         ConfigError: no such family, or it has no such type.
@@ -67,11 +65,13 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
         for model_type in wanted
         if not known[model_type] or rows[takes_media, model_type].get("sources") != sources[model_type]
     ]
+    examined: set[str] = set()
     results = _examine_all(
         {model_type: known[model_type] for model_type in todo}, release.version, jobs, takes_media=takes_media
     )
     for found in track(results, "sweeping", len(todo), console=console, disable=not console.is_terminal):
         model_type = found.model_type
+        examined.add(model_type)
         new = _merged(rows.get((takes_media, model_type)), found, key)
         new["family"] = _family(model_type, release) if takes_media else TEXT
         new["sources"] = sources[model_type]
@@ -90,7 +90,9 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
     records.write(path, rows)
     if output is None:
         support_matrix.write()
-    return _print_summary([rows[takes_media, model_type] for model_type in wanted], path, names_given=bool(only))
+    died = {*todo} - examined
+    swept = [rows[takes_media, model_type] for model_type in wanted if model_type not in died]
+    return max(_print_summary(swept, path, names_given=bool(only)), int(bool(died)))
 
 
 def _takes_media(family: str) -> bool:
@@ -251,7 +253,7 @@ def _require_layout(sp: int, ep: int, world: int) -> None:
 
 
 def _examine_all(todo: Mapping[str, str], version: str, jobs: int, *, takes_media: bool) -> Iterator[Examined]:
-    """Examines types, and yields each as it finishes. One whose process dies gets a row without a proof.
+    """Examines types, and yields each as it finishes. One whose process dies is printed: that says nothing of the type.
 
     Args:
         todo: model type -> the digest of the generated text of its current row, or "".
@@ -260,10 +262,12 @@ def _examine_all(todo: Mapping[str, str], version: str, jobs: int, *, takes_medi
         model_type: {"version": version, "takes_media": takes_media, "known_digest": known}
         for model_type, known in todo.items()
     }
-    for model_type, found in own_process.run_each(examine, calls, jobs):
+    for _, found in own_process.run_each(examine, calls, jobs):
         if isinstance(found, own_process.ProcessDied):
-            found = unproven(model_type, GENERATED, own_process.DIED, generated_digest(model_type, version))
-            found = replace(found, code=executed_code.everything())
+            console.print(
+                f"not examined: {found}. To fix: free memory, and run it again.", soft_wrap=True, markup=False
+            )
+            continue
         yield found
 
 

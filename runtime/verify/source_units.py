@@ -198,7 +198,9 @@ def read(text: str, name: str, *, is_package: bool = False) -> Module:
         elif not isinstance(statement, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef):
             rest.append(statement)
     own = functions.keys() | named.keys()
-    rest += [ast.Expr(ast.Name(f"own {name}")) for name in sorted(own & imports.keys())]  # in place of what was imported
+    rest += [
+        ast.Expr(ast.Name(f"own {name}")) for name in sorted(own & imports.keys())
+    ]  # in place of what was imported
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - own
     listed = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)} if "__all__" in named else set()
     for_others = {

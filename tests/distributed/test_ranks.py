@@ -8,6 +8,9 @@ import signal
 
 import pytest
 
+from patchgen import executed_code
+from patchgen.runtime.verify import two_ranks
+from patchgen.runtime.verify.layout import TWO_RANKS
 from patchgen.runtime.verify.ranks import CaseFailed, RankPool
 
 ON_THE_SECOND = "import torch; torch.distributed.get_rank() and "
@@ -62,3 +65,36 @@ def test_a_rank_that_dies_between_cases_fails_the_next_and_is_replaced(pool):
         pool.run(os.getpid)
     assert failed.value.is_inconclusive
     assert first not in pool.run(os.getpid)
+
+
+def test_what_ranks_have_called_is_known_until_they_are_ended():
+    """Those of the ranks themselves, everything once a failed case has ended some, and nothing of a pool that starts anew."""
+    with contextlib.closing(RankPool(2)) as pool:
+        assert pool.functions() == frozenset(), "none has started"
+        pool.run(exec, "from patchgen.runtime.verify import seam_proof")
+        assert "patchgen.runtime.verify.seam_proof:*" in pool.functions()
+        with pytest.raises(CaseFailed):
+            pool.run(exec, "1 / 0")
+        assert pool.functions() == executed_code.everything()
+        pool.run(exec, "0")
+        assert pool.functions() == executed_code.everything(), "of the ranks before, too"
+        pool.close()
+        assert pool.functions() == frozenset()
+
+
+def test_ranks_with_different_reasons_count_as_having_called_everything(monkeypatch):
+    """Of layouts that agreed before as well: the ranks that knew what they had called are ended."""
+    asked: list[str] = []
+
+    def run(_pool: RankPool, *arguments: object, **_options: object) -> list:
+        asked.append(str(arguments[0]))
+        return [{"loss": 0.0}, {"reason": "it is wrong"} if len(asked) == 2 else {"loss": 0.0}]
+
+    monkeypatch.setattr(RankPool, "run", run)
+    monkeypatch.setattr(two_ranks, "find_generated", lambda model: model)
+    monkeypatch.setattr(two_ranks, "head_takes_media", lambda *_: False)
+    code: set[str] = set()
+    layouts = list(TWO_RANKS)[:2]
+    found = two_ranks.compare_on_two_ranks("m", "MForCausalLM", separates=False, layouts=layouts, code=code)  # pyright: ignore[reportArgumentType]
+    assert [found[layout].reason for layout in layouts] == ["", "it is wrong"]
+    assert code == executed_code.everything()

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -19,6 +20,11 @@ executed_code.start()
 {code}
 print(json.dumps(sorted(executed_code.functions())))
 """
+
+
+def unrecorded() -> dict[str, str]:
+    """The environment of a process that records only if it starts to."""
+    return {name: value for name, value in os.environ.items() if name != "PATCHGEN_RECORD_CODE"}
 
 
 def recorded(code: str) -> set[str]:
@@ -44,13 +50,97 @@ def test_functions_are_those_that_were_called():
 
 
 def test_a_module_from_before_counts_as_a_whole():
-    assert (
-        "patchgen.runtime.code_hash:*" in executed_code.functions() or "patchgen.runtime.code_hash" not in sys.modules
-    )
+    """With `*` of the one from before, and `:` of one that is imported after."""
     before = "from patchgen.runtime import code_hash\n"
-    code = RECORDING.replace("executed_code.start()", before + "executed_code.start()").format(code="")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "patchgen.runtime.code_hash:*" in json.loads(done.stdout)
+    after = "from patchgen.runtime.parallel import config"
+    code = RECORDING.replace("executed_code.start()", before + "executed_code.start()").format(code=after)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=unrecorded())
+    found = json.loads(done.stdout)
+    assert "patchgen.runtime.code_hash:*" in found and "patchgen.runtime.code_hash:" not in found
+    assert "patchgen.runtime.parallel.config:" in found and "patchgen.runtime.parallel.config:*" not in found
+
+
+def test_a_module_whose_import_fails_is_recorded():
+    """It is not in `sys.modules`, and would do something else once it is mended."""
+    found = recorded(
+        "import sys\n"
+        "sys.modules['hashlib'] = None\n"
+        "try: from patchgen.runtime import code_hash\n"
+        "except ImportError: pass\n"
+        "assert 'patchgen.runtime.code_hash' not in sys.modules\n"
+        "del sys.modules['hashlib']\n"
+    )
+    assert "patchgen.runtime.code_hash:" in found
+
+
+@pytest.mark.parametrize("command", ["verify", "sweep"])
+def test_commands_that_prove_record_from_the_start(command: str):
+    """Any module of the runtime that was imported before would count as a whole."""
+    code = (
+        "import json, sys\n"
+        "from patchgen import cli, executed_code\n"
+        "def report():\n"
+        "    from patchgen.commands import own_process, proof, sweeping\n"
+        "    from patchgen.runtime.verify import verify_model\n"
+        "    print(json.dumps(sorted(executed_code.functions())))\n"
+        f"cli.app, sys.argv = report, ['patchgen', '{command}']\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=unrecorded())
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {"patchgen.runtime.verify.verify_model:", "patchgen.commands.examination:"} <= {*found}
+    whole = {name for name in found if name.endswith(":*")}
+    assert whole <= {"patchgen.runtime:*", "patchgen.runtime.process_exit:*"}, "how the command itself ends"
+
+
+LINES = '''"""A module."""
+
+
+class Documented:
+    def method(self, x):
+        """What it does."""
+        y = x
+
+        return y
+
+    @property
+    def one(self): return 1
+
+
+@decorated(
+    1,
+)
+def several(
+    x,
+):
+    def inner():
+        return x
+
+    return inner
+'''
+
+
+def test_instrumented_code_has_the_lines_of_its_source():
+    """First lines, lines of instructions, docstrings, argument and variable names of each function, with those of the source."""
+    plain = compile(LINES, "module", "exec", dont_inherit=True)
+    tree = executed_code._instrument(ast.parse(LINES), "module")
+    instrumented = compile(tree, "module", "exec", dont_inherit=True)
+
+    def functions(code: types.CodeType) -> dict[str, tuple]:
+        found = {
+            code.co_qualname: (
+                code.co_firstlineno,
+                {line for _, _, line in code.co_lines() if line is not None},
+                code.co_varnames,
+                code.co_consts[0] if code.co_consts and isinstance(code.co_consts[0], str) else None,
+            )
+        }
+        for inner in code.co_consts:
+            found |= functions(inner) if isinstance(inner, types.CodeType) else {}
+        return found
+
+    assert functions(instrumented) == functions(plain)
+    assert instrumented.co_consts != plain.co_consts, "it is instrumented"
 
 
 def test_a_process_that_is_started_records_too():
@@ -65,8 +155,7 @@ def test_a_process_that_is_started_records_too():
 
 def test_a_process_records_nothing_unless_asked():
     code = "import sys; from patchgen.runtime import code_hash; print('patchgen.executed_code' in sys.modules)"
-    environment = {name: value for name, value in os.environ.items() if name != "PATCHGEN_RECORD_CODE"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=unrecorded())
     assert done.stdout.strip() == "False"
 
 

@@ -11,7 +11,7 @@ from invoked import invoke
 from patchgen import upstream, wheels
 from patchgen.commands import examination, head_sweep, own_process, sweeping
 from patchgen.errors import ConfigError
-from patchgen.runtime.verify import verify_model
+from patchgen.runtime.verify import records, verify_model
 
 
 def on_ranks(kind: str, output, family: str = "text") -> int:
@@ -75,19 +75,28 @@ def test_types_of_which_none_can_be_compared_on_ranks_are_no_success(tmp_path, c
     assert "None of llama can be compared with ep2" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_type_whose_process_dies_gets_a_row_without_a_proof(monkeypatch):
+@pytest.mark.parametrize("has_row", [True, False])
+def test_a_type_whose_process_dies_keeps_its_row_and_is_examined_again(has_row, tmp_path, monkeypatch, capsys):
+    """Its row after the sweep is compared with the one before, or with none."""
+    dying = {"llama"}
+
     def one_dies(_function: object, calls: dict, _jobs: int) -> Iterator[tuple[str, object]]:
         for name in calls:
-            died = own_process.ProcessDied(name) if name == "crashes" else None
+            died = own_process.ProcessDied(name) if name in dying else None
             yield name, died or examination.unproven(name, examination.PROVEN, "", "digest")
 
     monkeypatch.setattr(own_process, "run_each", one_dies)
-    monkeypatch.setattr(sweeping, "generated_digest", lambda *_: "digest")
-    types = dict.fromkeys(("first", "crashes", "third"), "")
-    rows = {found.model_type: found.row for found in sweeping._examine_all(types, "5.0", 2, takes_media=False)}
-    statuses = {kind: row["status"] for kind, row in rows.items()}
-    assert statuses == {"first": "proven", "crashes": "generated", "third": "proven"}
-    assert rows["crashes"]["reason"].startswith("its process died")
+    path = records.path_in(tmp_path)
+    before = {(False, "llama"): examination.row("llama", examination.PROVEN, "")} if has_row else {}
+    records.write(path, before)
+    assert sweeping.sweep("text", 2, None, ["llama", "gpt2"], tmp_path, fresh=False) == 1
+    found = records.read(path)
+    assert found.pop((False, "gpt2"))["status"] == examination.PROVEN
+    assert found == before
+    assert "not examined: llama" in capsys.readouterr().out
+    dying.clear()
+    assert sweeping.sweep("text", 2, None, ["llama", "gpt2"], tmp_path, fresh=False) == 0
+    assert "made_with" in records.read(path)[False, "llama"]
 
 
 def test_a_device_that_fails_gives_no_row(monkeypatch):
