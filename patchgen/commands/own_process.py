@@ -6,6 +6,7 @@ Processes are forks of one that has imported what they need (a fork server), so 
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
@@ -92,7 +93,7 @@ def _pickled(name: str, result: tuple[bool, Any]) -> memoryview:
     """What a call returned or raised, as `Connection.recv` reads it; an error in its place if it would not."""
     try:
         pickled = ForkingPickler.dumps(result)
-        ForkingPickler.loads(pickled)  # an exception may be written and not be made again from its `args`
+        pickle.loads(pickled)  # an exception may be written and not be made again from its `args`
     except Exception as error:
         succeeded, value = result
         what = "returned what cannot be sent" if succeeded else "raised what cannot be sent"
